@@ -100,7 +100,9 @@ def run(name: str, work: Callable[[Stage], Mapping[str, float]]) -> NoReturn:
         message = f"{error.strerror}: {error.filename or root}; nothing was written"
         if error.errno == errno.ENOSPC:
             free = psutil.disk_usage(str(root)).free / 2**30
-            message = f"the disk is full ({free:.1f} GiB free at {root}); nothing was written; free space, then `dvc repro`"
+            message = (
+                f"the disk is full ({free:.1f} GiB free at {root}); nothing was written; free space, then `dvc repro`"
+            )
     except Exception as error:
         message = _disk_full(error, root) or f"{type(error).__name__}: {error}"
         if not _disk_full(error, root):
@@ -172,9 +174,7 @@ def _iso(seconds: float) -> str:
 
 def _peak_rss_mib() -> float:
     """Peak resident memory of this process or its largest child, MiB."""
-    own, children = (
-        resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
+    own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return round(max(own, children) / 1024, 1)
 
 
@@ -195,11 +195,7 @@ def hardware() -> dict[str, Any]:
     try:
         listed = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
                                 capture_output=True, text=True, timeout=20, check=False)  # fmt: skip
-        gpus = (
-            [line.strip() for line in listed.stdout.splitlines() if line.strip()]
-            if listed.returncode == 0
-            else []
-        )
+        gpus = [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
     except (OSError, subprocess.TimeoutExpired):
         pass
     cpu = platform.processor()

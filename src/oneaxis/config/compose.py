@@ -60,9 +60,7 @@ def compose_raw(conf_dir: Path, overrides: Sequence[str] = ()) -> dict[str, Any]
 
 def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
     text = str(error)
-    choice = re.search(
-        r"Could not find '([\w./-]+)'.*?Available options in '([\w/]+)':((?:\n\s+[\w.-]+)+)", text, re.S
-    )
+    choice = re.search(r"Could not find '([\w./-]+)'.*?Available options in '([\w/]+)':((?:\n\s+[\w.-]+)+)", text, re.S)
     if choice:
         wrong, group = choice.group(1), choice.group(2)
         options = ", ".join(sorted(choice.group(3).split()))
@@ -72,9 +70,7 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
         key = re.search(r"full_key: ([\w.]+)", text)
         name = key.group(1) if key else missing.group(1)
         return f"{name}: needs a value; give {name}=..."
-    group_missing = re.search(
-        r"Could not override '(\w[\w/.]*)'\.?\s*\n?\s*No match in the defaults list", text
-    )
+    group_missing = re.search(r"Could not override '(\w[\w/.]*)'\.?\s*\n?\s*No match in the defaults list", text)
     if group_missing:
         return f"{group_missing.group(1)}: no such group; allowed: {', '.join(sorted(Config.model_fields))} and profile"
     unknown = re.search(r"Could not override '([\w.\[\]-]+)'", text)
@@ -89,7 +85,9 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
         return f"{given}: no such key; allowed: {hint}"
     if "Error parsing override" in text or "overrides/grammar" in text or "override_grammar" in text:
         given = re.search(r"Error parsing override '([^']*)'", text)
-        return f"{given.group(1) if given else ' '.join(overrides)}: not an override; allowed: key=value, +key=value, ~key"
+        return (
+            f"{given.group(1) if given else ' '.join(overrides)}: not an override; allowed: key=value, +key=value, ~key"
+        )
     return _one_line(error)
 
 
@@ -158,11 +156,7 @@ def _key(prefix: list[str], location: tuple[int | str, ...]) -> str:
     parts = list(prefix)
     for index, part in enumerate(location):
         last = index == len(location) - 1
-        if (
-            isinstance(part, str)
-            and part in tags
-            and not (last and parts[-1:] == ["model"] and part == "path")
-        ):
+        if isinstance(part, str) and part in tags and not (last and parts[-1:] == ["model"] and part == "path"):
             continue
         if isinstance(part, str) and part.endswith("]") and "[" in part:
             continue

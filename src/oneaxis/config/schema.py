@@ -185,9 +185,7 @@ class Displacement(Section):
     @model_validator(mode="after")
     def _ordered(self) -> "Displacement":
         if self.slight_nats >= self.steep_nats:
-            raise ValueError(
-                f"slight_nats is {self.slight_nats}; allowed: less than steep_nats ({self.steep_nats})"
-            )
+            raise ValueError(f"slight_nats is {self.slight_nats}; allowed: less than steep_nats ({self.steep_nats})")
         return self
 
 
@@ -264,9 +262,7 @@ class QuantizeInt8(Section):
     @model_validator(mode="after")
     def _head_stays(self) -> "QuantizeInt8":
         if "lm_head" not in self.ignore:
-            raise ValueError(
-                f"ignore is {self.ignore}; allowed: a list that holds lm_head, which is never quantised"
-            )
+            raise ValueError(f"ignore is {self.ignore}; allowed: a list that holds lm_head, which is never quantised")
         return self
 
 
