@@ -108,3 +108,22 @@ def check_metrics(metrics: Mapping[str, float], stage: str) -> dict[str, float]:
         assert math.isfinite(number), f"metric {name} is {number}"
         checked[name] = number
     return checked
+
+
+def verify_artifacts(root: Path) -> list[str]:
+    """Re-hash every payload against its manifest: one line per file that is missing, changed or unknown."""
+    problems = []
+    for manifest in sorted((root / ARTIFACTS).glob(f"*/{MANIFEST}")):
+        folder = manifest.parent
+        recorded = read_json(manifest)["files"]
+        found = {
+            str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST
+        }
+        for name, facts in sorted(recorded.items()):
+            path = folder / name
+            if not path.is_file():
+                problems.append(f"{path}: missing; `dvc checkout` restores it")
+            elif sha256_file(path) != facts["sha256"]:
+                problems.append(f"{path}: its content is not what {MANIFEST} recorded; `dvc repro -f -s` makes it anew")
+        problems.extend(f"{folder / name}: not in {MANIFEST}" for name in sorted(found - set(recorded)))
+    return problems

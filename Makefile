@@ -1,0 +1,46 @@
+# Two commands: `make repro` runs the whole pipeline, `make test` checks it. Both set up first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+UV_VERSION := 0.13.9
+
+# torch's CPU build lies in the folder that PIP_FIND_LINKS names, where that is set; else in PyTorch's own CPU index.
+ifdef PIP_FIND_LINKS
+UV_TORCH := --find-links $(PIP_FIND_LINKS)
+else
+UV_TORCH := --torch-backend cpu
+endif
+
+.PHONY: repro test test-fast lint setup ui clean
+
+repro: $(READY)
+	$(BIN)/oneaxis run
+
+test: $(READY) lint
+	$(BIN)/pytest -q --durations=12
+
+test-fast: $(READY) lint
+	$(BIN)/pytest -q -m "not slow"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+ui: $(READY)
+	$(BIN)/oneaxis ui
+
+setup: $(READY)
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "oneaxis needs Python 3.11 or newer; this is %s: make PYTHON=python3.11 ..." % sys.version.split()[0])'
+	@rm -f $(READY)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync --quiet --compile-bytecode $(UV_TORCH) requirements.lock
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --editable .
+	@touch $(READY)
+
+clean:
+	rm -rf artifacts .oneaxis mlflow.db mlartifacts .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,149 @@
+"""The `oneaxis` command: compose settings and run the pipeline, restore them, look at the machine and the results.
+
+    oneaxis run [OVERRIDE ...]   compose conf/ with Hydra overrides, write params.yaml, run DVC, track, report
+    oneaxis reset                put the default settings back into params.yaml
+    oneaxis track                complete the MLflow run of the pipeline's present state (after a bare `dvc repro`)
+    oneaxis doctor               say what this machine can run, and what is missing
+    oneaxis verify               re-hash the artifacts against their manifests
+    oneaxis ui                   MLflow's pages on this project's runs
+
+Exit codes: 0 done; 1 failed, or the run is INVALID; 2 refused before running.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from oneaxis import __version__
+from oneaxis.errors import RunError, UserError
+from oneaxis.stage import QUIET
+
+CONF = "conf"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.action(options))
+    except (UserError, RunError) as error:
+        print(f"oneaxis: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("oneaxis: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): nothing to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="oneaxis", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"oneaxis {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="compose the settings and run the pipeline")
+    run.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="Hydra override: group=choice or key=value")
+    run.add_argument("--cfg", choices=["job"], help="print the composed settings and stop")
+    run.add_argument("-m", "--multirun", action="store_true", help=argparse.SUPPRESS)
+    run.set_defaults(action=_run)
+
+    for name, action, text in (
+        ("reset", _reset, "put the default settings back into params.yaml"),
+        ("track", _track, "complete the MLflow run of the present state"),
+        ("doctor", _doctor, "say what this machine can run"),
+        ("verify", _verify, "re-hash the artifacts against their manifests"),
+    ):
+        commands.add_parser(name, help=text).set_defaults(action=action)
+    pages = commands.add_parser("ui", help="MLflow's pages on 127.0.0.1")
+    pages.add_argument("--port", type=int, default=5000)
+    pages.set_defaults(action=_ui)
+    return parser
+
+
+def _project() -> Path:
+    root = Path.cwd()
+    for name in ("dvc.yaml", CONF):
+        if not (root / name).exists():
+            raise UserError(f"{root}: holds no {name}; run oneaxis from the root of an oneaxis project")
+    return root
+
+
+def _run(options: argparse.Namespace) -> int:
+    from oneaxis.config import compose, render_params
+    from oneaxis.pipeline import run_pipeline
+
+    root = _project()
+    if options.multirun:
+        raise UserError("-m: multirun is not part of this version; allowed: one run at a time, `oneaxis run OVERRIDES`")
+    config = compose(root / CONF, options.overrides)
+    if options.cfg:
+        print(render_params(config), end="")
+        return 0
+    return run_pipeline(root, config, options.overrides)
+
+
+def _reset(_options: argparse.Namespace) -> int:
+    from oneaxis.config import compose, write_params
+
+    root = _project()
+    changed = write_params(compose(root / CONF), root)
+    print("params.yaml: " + ("default settings restored" if changed else "holds the default settings already"))
+    return 0
+
+
+def _track(_options: argparse.Namespace) -> int:
+    root = _project()
+    from oneaxis.track import track
+
+    print(f"MLflow run {track(root)}")
+    return 0
+
+
+def _doctor(_options: argparse.Namespace) -> int:
+    from oneaxis.doctor import diagnose
+
+    return diagnose(Path.cwd())
+
+
+def _verify(_options: argparse.Namespace) -> int:
+    from oneaxis.artifacts import verify_artifacts
+
+    problems = verify_artifacts(_project())
+    for problem in problems:
+        print(f"oneaxis: {problem}", file=sys.stderr)
+    if not problems:
+        print("every artifact matches its manifest")
+    return 1 if problems else 0
+
+
+def _ui(options: argparse.Namespace) -> int:
+    root = _project()
+    if not (root / "mlflow.db").is_file() and "MLFLOW_TRACKING_URI" not in os.environ:
+        raise UserError(f"{root / 'mlflow.db'}: missing; `oneaxis run` makes it")
+    if not 0 < options.port < 65536:
+        raise UserError(f"--port={options.port}: allowed: 1 to 65535")
+    store = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store]
+    print(f"http://127.0.0.1:{options.port} (Ctrl-C stops it)", flush=True)
+    # MLflow starts children of its own: they get a group, and the whole group is stopped.
+    server = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(options.port)], start_new_session=True)
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    try:
+        return server.wait()
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGTERM)
+            server.wait(timeout=20)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""One run of the pipeline in this work tree: write `params.yaml`, let DVC do what changed, track it, say what came out.
+
+DVC never composes Hydra's configuration in `dvc repro`, so this module owns that step. One run at a time has the
+work tree (a lock that the kernel frees when its holder dies).
+"""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from oneaxis.artifacts import ARTIFACTS, read_json, write_json
+from oneaxis.config import STAGE_SECTIONS, Config, write_params
+from oneaxis.errors import UserError
+from oneaxis.stage import STATE
+
+
+def run_pipeline(root: Path, config: Config, overrides: Sequence[str]) -> int:
+    """Run what `config` changed. Returns the exit code: 0, or 1 (failed or INVALID), or 2 (refused).
+
+    Raises:
+        UserError: when another run, or DVC itself, is at work in this folder; `params.yaml` is then untouched.
+    """
+    with work_tree(root):
+        write_params(config, root)
+        write_json(root / STATE / "last_run.json", {"overrides": list(overrides)})
+        (root / STATE / "failure.json").unlink(missing_ok=True)
+        started = time.time()
+        code = _repro(root)
+        if code:
+            return _failed(root, code)
+        ran = _ran_since(root, started)
+        from oneaxis.track import track
+
+        run_id = track(root)
+        _say(root, ran, run_id, time.time() - started)
+    metrics = _metrics(root)
+    return 0 if metrics.get("report/valid", 1.0) else 1
+
+
+@contextmanager
+def work_tree(root: Path) -> Iterator[None]:
+    """Hold this work tree for one run.
+
+    Raises:
+        UserError: naming the process that holds it.
+    """
+    state = root / STATE
+    state.mkdir(exist_ok=True)
+    with (state / "run.lock").open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            raise UserError(
+                f"{root}: another run is at work here ({lock.read().strip()}); wait for it or stop it"
+            ) from error
+        if other := _dvc_at_work(root):
+            raise UserError(f"{root}: `dvc repro` is at work here (process {other}); wait for it or stop it")
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()}, since {datetime.now(UTC):%H:%M:%S} UTC")
+        lock.flush()
+        yield
+        lock.truncate(0)
+
+
+def _dvc_at_work(root: Path) -> int | None:
+    """The process id of a `dvc repro` in this folder, if there is one."""
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        words = process.info["cmdline"] or []
+        if "repro" in words and any(Path(word).name == "dvc" for word in words[:3]):
+            try:
+                if Path(process.cwd()) == root:
+                    return int(process.info["pid"])
+            except psutil.Error:
+                continue
+    return None
+
+
+def _repro(root: Path) -> int:
+    """`dvc repro` as a child that ends with us; interrupts are passed on and waited for."""
+    # Stages are called as `python stages/x.py`: this interpreter has to be the first on the path.
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    guard = (
+        "import ctypes, sys, signal; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
+        "from dvc.cli import main; sys.exit(main(['repro']))"
+    )
+    child = subprocess.Popen([sys.executable, "-c", guard, "dvc", "repro"], cwd=root, env=environment)
+    pending = {signal.SIGINT: 0, signal.SIGTERM: 0}
+
+    def pass_on(number: int, _frame: Any) -> None:
+        pending[signal.Signals(number)] += 1
+        # A terminal sends Ctrl-C to the whole group already; the stage treats a second one like the first.
+        for process in _tree(child.pid):
+            try:
+                process.send_signal(signal.SIGTERM if "stages" in " ".join(process.cmdline()) else signal.SIGINT)
+            except psutil.Error:
+                continue
+
+    previous = {number: signal.signal(number, pass_on) for number in pending}
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 130 if any(pending.values()) else code
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    """DVC and the stage below it (not the stage's own children: the stage stops those itself)."""
+    try:
+        top = psutil.Process(pid)
+        below = top.children(recursive=True)
+    except psutil.Error:
+        return []
+    stages = [process for process in below if any(word.startswith("stages/") for word in _words(process))]
+    return [top, *stages]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _failed(root: Path, code: int) -> int:
+    """Say in one line what failed; the stage has left its own words, since DVC passes on no exit code."""
+    if code == 130:
+        print("oneaxis: interrupted; `oneaxis run` with the same settings goes on where this stopped", file=sys.stderr)
+        return 130
+    failure = root / STATE / "failure.json"
+    if failure.is_file():
+        said = json.loads(failure.read_text(encoding="utf-8"))
+        print(f"oneaxis: {said['stage']} failed: {said['message']}", file=sys.stderr)
+        return int(said["code"])
+    print("oneaxis: dvc repro failed; its own words stand above", file=sys.stderr)
+    return 1
+
+
+def _ran_since(root: Path, started: float) -> list[str]:
+    """The stages that really ran (DVC counts restored ones as run)."""
+    trace = root / STATE / "ran.jsonl"
+    if not trace.is_file():
+        return []
+    since = datetime.fromtimestamp(started, UTC)
+    lines = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [line["stage"] for line in lines if datetime.fromisoformat(line["at"]) >= since]
+
+
+def _metrics(root: Path) -> dict[str, float]:
+    """All stages' metrics, flat."""
+    merged: dict[str, float] = {}
+    for stage in STAGE_SECTIONS:
+        path = root / ARTIFACTS / f"{stage}.metrics.json"
+        if path.is_file():
+            merged.update(read_json(path))
+    return merged
+
+
+def _say(root: Path, ran: list[str], run_id: str, seconds: float) -> None:
+    restored = [stage for stage in STAGE_SECTIONS if stage not in ran]
+    print(f"\nran: {', '.join(ran) or 'nothing'}; unchanged or restored: {', '.join(restored) or 'nothing'}")
+    card = root / ARTIFACTS / "report" / "card.md"
+    if card.is_file():
+        print("\n" + card.read_text(encoding="utf-8").strip() + "\n")
+    print(f"report: {root / ARTIFACTS / 'report' / 'report.html'}\nMLflow run {run_id}: `oneaxis ui` shows it")
+    print(f"done in {seconds:.0f} s")

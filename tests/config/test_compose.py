@@ -1,0 +1,160 @@
+"""Settings: what composes, what is refused and in which words, and that params.yaml follows from conf/."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from oneaxis.config import STAGE_SECTIONS, compose, load_stage_config, read_params, render_params, write_params
+from oneaxis.errors import UserError
+
+
+def test_committed_params_are_the_composed_defaults(root: Path) -> None:
+    import subprocess
+
+    committed = subprocess.run(
+        ["git", "-C", str(root), "show", "HEAD:params.yaml"], capture_output=True, text=True, check=True
+    ).stdout
+    assert committed == render_params(compose(root / "conf"))
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"),
+    [
+        (path.parent.name, path.stem)
+        for path in sorted((Path(__file__).parents[2] / "conf").glob("*/*.yaml"))
+        if path.stem not in ("path", "hub", "mine")
+    ],
+)
+def test_every_choice_composes(root: Path, group: str, choice: str) -> None:
+    assert compose(root / "conf", [f"{group}={choice}"]).seed == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["quantize=w3"], ["quantize=w3", "none, w8a8_int8_dynamic, w8a8_int8_static"]),
+        (["train.beta=much"], ["train.beta='much'", "a valid number"]),
+        (["train.beta=-1"], ["train.beta=-1", "greater than 0"]),
+        (["train.beta=inf"], ["train.beta=inf", "finite"]),
+        (["train.beta=nan"], ["train.beta=nan", "finite"]),
+        (["train.steps=true"], ["train.steps=True", "integer"]),
+        (["train.steps=4.0"], ["train.steps=4.0", "integer"]),
+        (["train.bet=1"], ["train.bet=1", "no such key"]),
+        (["+train.bet=1"], ["train.bet=1", "no such key"]),
+        (["train=none", "train.beta=1"], ["train.beta=1", "no such key"]),
+        (["quantize.smooth.alpha=2"], ["quantize.smooth.alpha=2", "less than or equal to 1"]),
+        (["quantize.smooth.sites=[qkv,qkv]"], ["quantize.smooth", "at most once"]),
+        (["quantize.ignore=[]"], ["quantize", "lm_head"]),
+        (["load.shapes=[]"], ["load.shapes", "at least 2"]),
+        (["pairs.rule=count"], ["pairs", "0.75", "whole numbers"]),
+        (["model=path"], ["model.path", "needs a value"]),
+        (["model=hub", "model.id=x"], ["model.revision", "needs a value"]),
+        (["data=mine"], ["data.pairs.source", "path"]),
+        (["data.pairs.source.path=a.jsonl"], ["data.pairs.source", "path is 'a.jsonl'", "only null"]),
+        (["measure.session='a b'"], ["measure.session='a b'", "pattern"]),
+        (["serve.port=70000"], ["serve.port=70000", "65535"]),
+        (["serve.port=${oc.env:HOME}"], ["serve.port", "frozen"]),
+        (["nonsense"], ["nonsense", "key=value"]),
+        (["a b=c"], ["a b=c", "key=value"]),
+        (["quantum=1"], ["quantum=1", "no such key"]),
+        (["~train"], ["train", "missing"]),
+        (["seed=-1"], ["seed=-1", "greater than or equal to 0"]),
+    ],
+)
+def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(
+    root: Path, overrides: list[str], words: list[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        compose(root / "conf", overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_broken_yaml_under_conf_is_one_line(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "conf", tmp_path / "conf")
+    (tmp_path / "conf" / "seed.yaml").write_text("a: [", encoding="utf-8")
+    (tmp_path / "conf" / "gate" / "default.yaml").write_text("max: [1,", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        compose(tmp_path / "conf")
+    assert "\n" not in str(caught.value)
+    assert "default.yaml" in str(caught.value)
+
+
+def test_overrides_on_the_command_line_win_over_the_profile(root: Path) -> None:
+    config = compose(root / "conf", ["profile=tiny", "train.steps=7"])
+    assert config.model.kind == "random"
+    assert config.train.kind == "dpo"
+    assert config.train.steps == 7
+
+
+def test_params_survive_a_round_trip_and_an_equal_write_keeps_the_file(root: Path, tmp_path: Path) -> None:
+    config = compose(root / "conf", ["serve.kv_cache_gib=2", "report.title='1:30'", "+serve.engine_args.swap_space=4"])
+    assert write_params(config, tmp_path)
+    values = read_params(tmp_path)
+    assert values["serve"]["kv_cache_gib"] == 2.0
+    # Whole numbers stay floats where the schema says float: DVC must not see 1 and 1.0 as two spellings of one value.
+    assert isinstance(values["serve"]["kv_cache_gib"], float)
+    assert values["report"]["title"] == "1:30"
+    before = (tmp_path / "params.yaml").stat().st_mtime_ns
+    assert not write_params(config, tmp_path)
+    assert (tmp_path / "params.yaml").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("stage", sorted(STAGE_SECTIONS))
+def test_a_stage_sees_its_sections_and_no_others(root: Path, tmp_path: Path, stage: str) -> None:
+    write_params(compose(root / "conf"), tmp_path)
+    config, paths, plain = load_stage_config(tmp_path, stage)
+    assert set(plain) == set(STAGE_SECTIONS[stage])
+    assert set(paths) == {"policy", "served"}
+    for section in type(config).model_fields:
+        assert hasattr(config, section) == (section in STAGE_SECTIONS[stage])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("beta: 0.1", "beta: lots", ["params.yaml", "train.beta='lots'"]),
+        ("beta: 0.1", "betta: 0.1", ["params.yaml", "train.betta"]),
+        ("kind: dpo", "kind: none", ["params.yaml", "train"]),
+        ("train:", "train: [", ["params.yaml", "not YAML"]),
+    ],
+)
+def test_a_hand_edited_params_file_is_checked_by_the_stage(
+    root: Path, tmp_path: Path, old: str, new: str, words: list[str]
+) -> None:
+    write_params(compose(root / "conf"), tmp_path)
+    path = tmp_path / "params.yaml"
+    path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load_stage_config(tmp_path, "train_dpo")
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_paths_that_do_not_follow_from_the_kinds_are_refused(root: Path, tmp_path: Path) -> None:
+    write_params(compose(root / "conf"), tmp_path)
+    path = tmp_path / "params.yaml"
+    text = path.read_text(encoding="utf-8")
+    assert "policy: artifacts/train_dpo/checkpoint" in text
+    path.write_text(text.replace("policy: artifacts/train_dpo", "policy: artifacts/fetch_model"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"paths\.policy"):
+        load_stage_config(tmp_path, "calibrate")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy", "served"),
+    [
+        ([], "train_dpo", "quantize"),
+        (["train=none"], "fetch_model", "quantize"),
+        (["quantize=none"], "train_dpo", "train_dpo"),
+        (["train=none", "quantize=none"], "fetch_model", "fetch_model"),
+    ],
+)
+def test_paths_follow_the_choices(root: Path, tmp_path: Path, overrides: list[str], policy: str, served: str) -> None:
+    write_params(compose(root / "conf", overrides), tmp_path)
+    _, paths, _ = load_stage_config(tmp_path, "serve")
+    assert paths == {"policy": f"artifacts/{policy}/checkpoint", "served": f"artifacts/{served}/checkpoint"}

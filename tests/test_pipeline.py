@@ -1,0 +1,235 @@
+"""A run from outside: exit codes, one-line failures, nothing half-written, nothing left running.
+
+The projects here are real DVC projects with one stage of the real stage runner; only the work inside the stage is
+made up, since its end (an error, a hang, a full disk) is what each test is about.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from oneaxis.config import compose, write_params
+
+DVC_YAML = """
+stages:
+  prepare_data:
+    cmd: python stages/prepare_data.py
+    deps: [stages/prepare_data.py]
+    params: [data, seed]
+    outs:
+      - artifacts/prepare_data
+      - artifacts/prepare_data.provenance.json
+    metrics:
+      - artifacts/prepare_data.metrics.json: {cache: false}
+"""
+
+SCRIPT = """
+import os, subprocess, sys, time
+from pathlib import Path
+from oneaxis import RunError, UserError
+from oneaxis.stage import run
+
+def work(stage):
+    (stage.out / "half").write_text("half")
+    open("started", "w").write(str(os.getpid()))
+    BODY
+    return {"prepare_data/rows": 3.0}
+
+if __name__ == "__main__":
+    run("prepare_data", work)
+"""
+
+
+@pytest.fixture
+def project(root: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A function that makes a DVC project whose only stage does what the given code says."""
+    shutil.copytree(root / "conf", tmp_path / "conf")
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "dvc.yaml").write_text(DVC_YAML, encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--no-scm"], cwd=tmp_path, check=True)
+
+    def make(body: str) -> Path:
+        (tmp_path / "stages" / "prepare_data.py").write_text(SCRIPT.replace("BODY", body), encoding="utf-8")
+        return tmp_path
+
+    return make
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def oneaxis(project: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "oneaxis.cli", *arguments]
+    return subprocess.run(
+        command, cwd=project, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def start(project: Path, *command: str) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], cwd=project, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    wait_until(lambda: (project / "started").is_file() and (project / "started").read_text() != "")
+    return process
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the awaited state did not come"
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def payloads(project: Path) -> list[str]:
+    folder = project / "artifacts"
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def last_line(text: str) -> str:
+    return [line for line in text.splitlines() if line.startswith("oneaxis")][-1]
+
+
+def test_a_stage_that_succeeds_writes_three_things_and_a_second_repro_runs_nothing(
+    root: Path, project: Callable[[str], Path]
+) -> None:
+    here = project("pass")
+    write_params(compose(root / "conf"), here)
+    repro = [sys.executable, "-m", "dvc", "repro"]
+    subprocess.run(repro, cwd=here, env=environment(), check=True, capture_output=True)
+    assert payloads(here) == ["prepare_data", "prepare_data.metrics.json", "prepare_data.provenance.json"]
+    provenance = json.loads((here / "artifacts" / "prepare_data.provenance.json").read_text(encoding="utf-8"))
+    assert provenance["versions"]["torch"]
+    assert provenance["hardware"]["cpus"] >= 1
+    assert set(provenance["params"]) == {"data", "seed"}
+    assert (here / ".oneaxis" / "ran.jsonl").read_text(encoding="utf-8").count("prepare_data") == 1
+    again = subprocess.run(repro, cwd=here, env=environment(), check=True, capture_output=True, text=True)
+    assert "Data and pipelines are up to date" in again.stdout
+    assert (here / ".oneaxis" / "ran.jsonl").read_text(encoding="utf-8").count("prepare_data") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ("raise UserError('pairs.jsonl:3: chosen is 4; allowed: text')", 2, "pairs.jsonl:3: chosen is 4"),
+        ("raise RunError('the engine died: out of memory')", 1, "the engine died: out of memory"),
+        ("raise KeyError('x')", 1, "KeyError: 'x'"),
+        # A write to /dev/full is refused by the kernel with the very error of a full disk.
+        ("open('/dev/full', 'w').write('x' * 100000)", 1, "the disk is full"),
+    ],
+)
+def test_a_stage_that_fails_leaves_one_line_its_exit_code_and_nothing_half_written(
+    project: Callable[[str], Path], body: str, code: int, words: str
+) -> None:
+    here = project(body)
+    done = oneaxis(here, "run")
+    assert done.returncode == code
+    assert "prepare_data" in last_line(done.stderr)
+    assert words in last_line(done.stderr)
+    assert payloads(here) == []
+
+
+def test_a_mistake_in_the_settings_touches_nothing(project: Callable[[str], Path]) -> None:
+    here = project("pass")
+    done = oneaxis(here, "run", "train.beta=much")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "train.beta='much'" in done.stderr
+    assert not (here / "params.yaml").exists()
+    assert payloads(here) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_stops_the_stage_and_a_second_one_completes(
+    project: Callable[[str], Path], number: signal.Signals
+) -> None:
+    here = project("time.sleep(0 if os.path.exists('go') else 600)")
+    run = start(here, "oneaxis.cli", "run")
+    stage = int((here / "started").read_text(encoding="utf-8"))
+    run.send_signal(number)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "interrupted" in last_line(errors)
+    assert gone(stage)
+    assert payloads(here) == []
+    (here / "go").touch()
+    write_params(compose(here / "conf"), here)
+    subprocess.run([sys.executable, "-m", "dvc", "repro"], cwd=here, env=environment(), check=True, capture_output=True)
+    assert "prepare_data" in payloads(here)
+
+
+@pytest.mark.parametrize("command", [("oneaxis.cli", "run"), ("dvc", "repro")])
+def test_a_killed_run_takes_its_stage_with_it(project: Callable[[str], Path], command: tuple[str, ...]) -> None:
+    here = project("time.sleep(600)")
+    write_params(compose(here / "conf"), here)
+    run = start(here, *command)
+    stage = int((here / "started").read_text(encoding="utf-8"))
+    run.kill()
+    run.communicate(timeout=60)
+    wait_until(lambda: gone(stage), seconds=20)
+    assert [name for name in payloads(here) if not name.startswith(".tmp-")] == []
+
+
+def test_a_stage_killed_by_9_leaves_nothing_that_the_next_run_does_not_clean(project: Callable[[str], Path]) -> None:
+    here = project("time.sleep(0 if os.path.exists('go') else 600)")
+    write_params(compose(here / "conf"), here)
+    run = start(here, "dvc", "repro")
+    os.kill(int((here / "started").read_text(encoding="utf-8")), signal.SIGKILL)
+    run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert [name for name in payloads(here) if not name.startswith(".tmp-")] == []
+    (here / "go").touch()
+    subprocess.run([sys.executable, "-m", "dvc", "repro"], cwd=here, env=environment(), check=True, capture_output=True)
+    assert payloads(here) == ["prepare_data", "prepare_data.metrics.json", "prepare_data.provenance.json"]
+
+
+def test_a_second_run_in_the_same_folder_is_told_who_is_at_work(project: Callable[[str], Path]) -> None:
+    here = project("time.sleep(600)")
+    run = start(here, "oneaxis.cli", "run")
+    second = oneaxis(here, "run", "seed=1")
+    assert second.returncode == 2
+    assert f"process {run.pid}" in second.stderr
+    assert "seed: 0" in (here / "params.yaml").read_text(encoding="utf-8")
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=60)
+
+
+def test_outside_a_project_every_command_says_so(tmp_path: Path) -> None:
+    for command in ("run", "reset", "track", "verify", "ui"):
+        done = oneaxis(tmp_path, command)
+        assert done.returncode == 2
+        assert "root of an oneaxis project" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_reset_restores_the_defaults_and_cfg_prints_without_writing(project: Callable[[str], Path]) -> None:
+    here = project("pass")
+    shown = oneaxis(here, "run", "seed=5", "--cfg", "job")
+    assert shown.returncode == 0
+    assert "seed: 5" in shown.stdout
+    assert not (here / "params.yaml").exists()
+    write_params(compose(here / "conf", ["seed=5"]), here)
+    assert oneaxis(here, "reset").returncode == 0
+    assert "seed: 0" in (here / "params.yaml").read_text(encoding="utf-8")
+
+
+def test_doctor_finds_the_engine_and_the_libraries(root: Path) -> None:
+    done = oneaxis(root, "doctor")
+    lines = {line.split()[1]: line for line in done.stdout.splitlines() if len(line.split()) > 2}
+    assert lines["engine"].startswith("ok")
+    assert lines["trl"].startswith("ok")
+    assert lines["memory"].split()[2].replace(".", "").isdigit()
