@@ -1,0 +1,1 @@
+"""Model folders: fetched, read and written."""

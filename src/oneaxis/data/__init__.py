@@ -1,0 +1,1 @@
+"""Tables of text, items, pairs, prompts and probes: parsed, cleaned, de-duplicated, sampled, split."""
