@@ -16,7 +16,8 @@ from oneaxis.config.schema import Data, Items, Pairs, Probes, Prompts, Prose, So
 from oneaxis.data import items, pairs, prompts, prose
 from oneaxis.data.sample import Row, distinct, drawn, parsed
 from oneaxis.errors import UserError
-from oneaxis.sources import PINS, Record, read_records, read_text
+from oneaxis.sources.records import Record, read_records, read_text
+from oneaxis.sources.wheels import PINS
 
 SCHEMAS: dict[str, Mapping[str, Any]] = {
     "calibration": {"doc_id": pl.String, "source": pl.String, "text": pl.String},

