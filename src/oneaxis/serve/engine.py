@@ -1,0 +1,283 @@
+"""A vLLM engine as a context: started, waited for, watched, and gone when the block ends, however it ends.
+
+    with running_engine(checkpoint, settings, log_path=log) as engine:
+        requests.post(f"{engine.base_url}/v1/completions", json={"model": engine.model_name, ...})
+
+The engine runs under a guard (`guard.py`), so that it also goes when this process is killed.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tqdm import tqdm
+
+from oneaxis.config.schema import Serve
+from oneaxis.errors import RunError, UserError
+from oneaxis.serve.command import (
+    Device,
+    check_engine_args,
+    engine_command,
+    engine_device,
+    engine_environment,
+    known_arguments,
+)
+from oneaxis.serve.log import MARKS, last_lines, refused_arguments, root_error
+from oneaxis.serve.metrics import parse_metrics
+from oneaxis.serve.preflight import available_bytes, check_checkpoint, check_memory, reserve_port, weights_bytes
+
+STOP_GRACE_S = 10.0
+TOKEN = "ONEAXIS_ENGINE"
+"""Environment variable that marks every process of one engine."""
+
+# Loopback only: a proxy from the environment must not see these requests.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass
+class Engine:
+    """A running engine, as those who send it requests see it."""
+
+    base_url: str
+    """`http://127.0.0.1:PORT`, without `/v1`."""
+    port: int
+    model_name: str
+    """The name that requests give as `model`."""
+    log_path: Path
+    settings: Serve
+    device: Device
+    process: subprocess.Popen[bytes]
+    """The guard; it ends when the engine ends."""
+    cold_start: dict[str, float] = field(default_factory=dict)
+    """Seconds of each phase of the start, and `total_s`."""
+
+    @property
+    def pid(self) -> int | None:
+        """The API server's process id, or None when it is gone."""
+        try:
+            below = psutil.Process(self.process.pid).children()
+        except psutil.NoSuchProcess:
+            return None
+        return below[0].pid if below else None
+
+    def alive(self) -> bool:
+        """Whether the engine's processes are still there."""
+        return self.process.poll() is None
+
+    def log_lines(self) -> list[str]:
+        """The log so far."""
+        return self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+
+    def last_words(self, num_lines: int = 5) -> str:
+        """The error that ended the engine, or else the last `num_lines` lines of its log, in one line."""
+        lines = self.log_lines()
+        return root_error(lines) or last_lines(lines, num_lines)
+
+    def require_alive(self) -> None:
+        """Raise when the engine is gone.
+
+        Raises:
+            RunError: with how it ended, its last words and its log.
+        """
+        if not self.alive():
+            raise RunError(f"the engine died ({_ending(self.process.returncode)}): {self.last_words()}; "
+                           f"log: {self.log_path}")  # fmt: skip
+
+    def get(self, path: str, *, timeout_s: float = 30.0) -> str:
+        """GET `path`, as text.
+
+        Raises:
+            RunError: when the engine is gone or does not answer.
+        """
+        return self._request(urllib.request.Request(f"{self.base_url}{path}"), timeout_s)
+
+    def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 120.0) -> dict[str, Any]:
+        """POST JSON to `path`, and its JSON answer.
+
+        Raises:
+            RunError: when the engine is gone, does not answer, or answers with an error.
+        """
+        request = urllib.request.Request(
+            f"{self.base_url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        answer = json.loads(self._request(request, timeout_s) or "{}")
+        assert isinstance(answer, dict)
+        return answer
+
+    def _request(self, request: urllib.request.Request, timeout_s: float) -> str:
+        try:
+            with _direct.open(request, timeout=timeout_s) as response:
+                return str(response.read().decode("utf-8"))
+        except urllib.error.HTTPError as error:
+            said = " ".join(error.read().decode("utf-8", "replace").split())[:300]
+            raise RunError(f"the engine answered {error.code} to {request.selector}: {said}; "
+                           f"log: {self.log_path}") from error  # fmt: skip
+        except (OSError, TimeoutError) as error:
+            # A dying engine closes its connections a moment before it is gone.
+            for _ in range(20):
+                self.require_alive()
+                time.sleep(0.1)
+            raise RunError(f"the engine does not answer {request.selector}: {error}; log: {self.log_path}") from error
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of `/metrics`, by `name{label="value",...}` with sorted labels (see `metric_total`)."""
+        return parse_metrics(self.get("/metrics"))
+
+    def server_info(self) -> dict[str, Any]:
+        """`/server_info?config_format=json`: the engine's own configuration."""
+        info = json.loads(self.get("/server_info?config_format=json", timeout_s=120))
+        assert isinstance(info, dict)
+        return info
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "still running"
+    return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
+
+
+@contextmanager
+def running_engine(
+    checkpoint: Path,
+    settings: Serve,
+    *,
+    log_path: Path,
+    observed: dict[str, Any] | None = None,
+    served_name: str = "oneaxis",
+) -> Iterator[Engine]:
+    """Start vLLM's OpenAI server for `checkpoint` on 127.0.0.1, wait until it is healthy, and stop it at the end.
+
+    `log_path` is overwritten with the engine's log. `observed` gets `cold_start`, the port, and the names of vLLM's
+    environment variables that were not passed on.
+
+    Raises:
+        UserError: for settings, a checkpoint, a port or a memory need that cannot work, before the start; or arguments
+            that the engine's own parser refuses.
+        RunError: when the engine dies while starting or is not healthy after `settings.start_timeout_s`.
+    """
+    device = engine_device()
+    check_engine_args(settings.engine_args, known_arguments())
+    check_checkpoint(checkpoint)
+    if device == "cpu":
+        check_memory(weights_bytes(checkpoint), settings, available=available_bytes())
+    port, holder = reserve_port(settings.port)
+    folder = Path(tempfile.mkdtemp(prefix="oneaxis-"))
+    token = uuid.uuid4().hex
+    process: subprocess.Popen[bytes] | None = None
+    pipe, pipe_write = os.pipe()
+    try:
+        environment, dropped = engine_environment(os.environ, settings, device=device, folder=folder)
+        environment[TOKEN] = token
+        if dropped:
+            print(f"oneaxis: not passed to the engine: {', '.join(dropped)} (use serve.engine_args)", file=sys.stderr)
+        command = engine_command(checkpoint.resolve(), settings, served_name=served_name, port=port, device=device)
+        guard = [sys.executable, "-P", "-S", str(Path(__file__).with_name("guard.py"))]
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [*guard, str(os.getpid()), str(pipe), str(STOP_GRACE_S), str(folder), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=[pipe],
+                start_new_session=True,
+            )
+        engine = Engine(f"http://127.0.0.1:{port}", port, served_name, log_path, settings, device, process)
+        engine.cold_start = _wait_until_healthy(engine, settings.start_timeout_s)
+        holder.close()
+        if observed is not None:
+            observed.update(cold_start=engine.cold_start, port=port, environment_not_passed=dropped)
+        yield engine
+    finally:
+        holder.close()
+        os.close(pipe)
+        try:
+            if process is not None:
+                _stop(process)
+        finally:
+            # Also on a second interrupt: the closed pipe tells the guard to kill the tree at once.
+            os.close(pipe_write)
+            _sweep(token)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Let the guard stop its engine; kill the guard when it does not."""
+    process.terminate()
+    try:
+        process.wait(STOP_GRACE_S + 15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _sweep(token: str) -> None:
+    """Kill processes of this engine that are still there: only when the guard itself was killed."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(TOKEN) == token:
+                process.kill()
+                process.wait(5)
+        except (psutil.Error, OSError):
+            continue
+
+
+def _wait_until_healthy(engine: Engine, timeout_s: float) -> dict[str, float]:
+    """Seconds of each phase of the start, as its end shows in the log, and of the whole.
+
+    Raises:
+        UserError: when the engine's argument parser refuses an argument.
+        RunError: when the engine dies or the time is up.
+    """
+    started = last = time.monotonic()
+    phases: dict[str, float] = {}
+    with engine.log_path.open(encoding="utf-8", errors="replace") as log:
+        with tqdm(total=len(MARKS) + 1, desc="engine start", unit="phase", leave=False, delay=2) as bar:
+            while True:
+                text = log.read()
+                now = time.monotonic()
+                for name, mark in MARKS:
+                    if name not in phases and mark in text:
+                        phases[name], last = round(now - last, 3), now
+                        bar.update()
+                if not engine.alive():
+                    _raise_why_it_died(engine)
+                if _healthy(engine):
+                    now = time.monotonic()
+                    return {**phases, "server_s": round(now - last, 3), "total_s": round(now - started, 3)}
+                if now - started > timeout_s:
+                    raise RunError(
+                        f"the engine was not ready within serve.start_timeout_s={timeout_s:g}; "
+                        f"it last said: {engine.last_words(2)}; log: {engine.log_path}"
+                    )
+                time.sleep(0.1)
+
+
+def _healthy(engine: Engine) -> bool:
+    try:
+        with _direct.open(f"{engine.base_url}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def _raise_why_it_died(engine: Engine) -> None:
+    refused = refused_arguments(engine.log_lines())
+    if refused:
+        raise UserError(f"serve.engine_args: the engine refuses its arguments: {refused}; log: {engine.log_path}")
+    raise RunError(f"the engine died while starting ({_ending(engine.process.returncode)}): {engine.last_words(3)}; "
+                   f"log: {engine.log_path}")  # fmt: skip

@@ -1,0 +1,127 @@
+"""What can be known to fail before an engine is started: its checkpoint, its memory, its port."""
+
+import errno
+import json
+import math
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from oneaxis.config.schema import Serve
+from oneaxis.errors import UserError
+from oneaxis.serve.command import kv_cache_bytes
+
+OVERHEAD_GIB = 2.0
+"""Two processes with torch and vLLM, and the activations of a small model."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
+
+
+def check_checkpoint(checkpoint: Path) -> dict[str, Any]:
+    """The checkpoint's config.json, after a look at what must lie beside it.
+
+    Raises:
+        UserError: when the folder lacks its configuration, its tokenizer or its weights.
+    """
+    if not checkpoint.is_dir():
+        raise UserError(f"{checkpoint}: no such checkpoint folder; `dvc repro` makes it")
+    try:
+        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{checkpoint}: holds no config.json; allowed: a Hugging Face checkpoint folder") from error
+    except ValueError as error:
+        raise UserError(f"{checkpoint / 'config.json'}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{checkpoint / 'config.json'}: holds {type(config).__name__}; allowed: a mapping")
+    if not any((checkpoint / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"{checkpoint}: holds no tokenizer; allowed: one of {', '.join(TOKENIZER_FILES)} in the folder")
+    if weights_bytes(checkpoint) == 0:
+        raise UserError(f"{checkpoint}: holds no weights; allowed: *.safetensors in the folder")
+    return config
+
+
+def weights_bytes(checkpoint: Path) -> int:
+    """Size of the weights, bytes."""
+    return sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+
+
+def available_bytes() -> int:
+    """Memory that a new process may take: the machine's, or less where a control group says less."""
+    available = psutil.virtual_memory().available
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
+        return available if limit == "max" else min(available, max(int(limit) - used, 0))
+    except (OSError, ValueError):
+        return available
+
+
+def check_memory(weights: int, settings: Serve, *, available: int) -> None:
+    """Whether weights, KV cache and runtime fit into `available` bytes (on a CPU; a GPU's memory is vLLM's to judge).
+
+    Raises:
+        UserError: with each of the numbers, GiB.
+    """
+    parts = {"weights": weights / 2**30, "KV cache": kv_cache_bytes(settings) / 2**30, "runtime": OVERHEAD_GIB}
+    if sum(parts.values()) > available / 2**30:
+        needs = " + ".join(f"{gib:.1f} {name}" for name, gib in parts.items())
+        raise UserError(
+            f"serve.kv_cache_gib={settings.kv_cache_gib}: the engine needs {needs} = {sum(parts.values()):.1f} GiB, "
+            f"and {available / 2**30:.1f} GiB are free; allowed: less, or end what holds the memory"
+        )
+
+
+def reserve_port(port: int) -> tuple[int, socket.socket]:
+    """A port on 127.0.0.1 (0: a free one), and the socket that reserves it.
+
+    The socket is bound but never listens. With SO_REUSEADDR on both sides the engine can bind the port all the same,
+    while no other search for a free port is given it. Close it once the engine listens.
+
+    Raises:
+        UserError: when something listens there already.
+    """
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        holder.bind(("127.0.0.1", port))
+    except OSError as error:
+        holder.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"serve.port={port}: in use{_listener(port)}; allowed: 0 (a free port), or one that "
+                            "nothing listens on") from error  # fmt: skip
+        if error.errno == errno.EACCES:
+            raise UserError(f"serve.port={port}: not permitted to this user; allowed: 0, or 1024 and up") from error
+        raise
+    return int(holder.getsockname()[1]), holder
+
+
+def _listener(port: int) -> str:
+    """` by python (pid 12)`, as far as this user may see it."""
+    try:
+        for connection in psutil.net_connections(kind="tcp"):
+            listens = connection.status == psutil.CONN_LISTEN and connection.laddr
+            if listens and connection.laddr[1] == port and connection.pid:
+                return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    except (psutil.Error, OSError):
+        pass
+    return ""
+
+
+def kv_bytes_per_token(config: dict[str, Any], dtype_bytes: float) -> float | None:
+    """2 * layers * kv_heads * head_dim * dtype_bytes, or None for a model whose layers differ (hybrid, MLA, sliding).
+
+    `config` is the checkpoint's config.json.
+    """
+    special = ("layer_types", "kv_lora_rank", "layers_block_type", "sliding_window", "num_local_experts", "text_config")
+    if any(config.get(key) for key in special):
+        return None
+    try:
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        size = 2 * config["num_hidden_layers"] * kv_heads * head_dim * dtype_bytes
+    except (KeyError, TypeError):
+        return None
+    return size if math.isfinite(size) else None
