@@ -53,6 +53,8 @@ if __name__ == "__main__":
 def project(root: Path, tmp_path: Path) -> Callable[[str], Path]:
     """A function that makes a DVC project whose only stage does what the given code says."""
     shutil.copytree(root / "conf", tmp_path / "conf")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "SOURCES.md").touch()
     (tmp_path / "stages").mkdir()
     (tmp_path / "dvc.yaml").write_text(DVC_YAML, encoding="utf-8")
     subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--no-scm"], cwd=tmp_path, check=True)
@@ -151,6 +153,14 @@ def test_a_mistake_in_the_settings_touches_nothing(project: Callable[[str], Path
     assert "train.beta='much'" in done.stderr
     assert not (here / "params.yaml").exists()
     assert payloads(here) == []
+
+
+def test_a_file_that_is_not_there_is_refused_before_anything_is_written(project: Callable[[str], Path]) -> None:
+    here = project("pass")
+    done = oneaxis(here, "run", "data=mine", "data.pairs.source.path=none.jsonl")
+    assert done.returncode == 2
+    assert "data.pairs.source.path=none.jsonl: no such file" in done.stderr
+    assert not (here / "params.yaml").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

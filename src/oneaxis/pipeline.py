@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from oneaxis.artifacts import ARTIFACTS, read_json, write_json
-from oneaxis.config import STAGE_SECTIONS, Config, write_params
+from oneaxis.config import STAGE_SECTIONS, Config, derived_paths, write_params
 from oneaxis.errors import UserError
 from oneaxis.stage import STATE
 
@@ -31,6 +31,7 @@ def run_pipeline(root: Path, config: Config, overrides: Sequence[str]) -> int:
     Raises:
         UserError: when another run, or DVC itself, is at work in this folder; `params.yaml` is then untouched.
     """
+    check_inputs(root, config)
     with work_tree(root):
         write_params(config, root)
         write_json(root / STATE / "last_run.json", {"overrides": list(overrides)})
@@ -46,6 +47,19 @@ def run_pipeline(root: Path, config: Config, overrides: Sequence[str]) -> int:
         _say(root, ran, run_id, time.time() - started)
     metrics = _metrics(root)
     return 0 if metrics.get("report/valid", 1.0) else 1
+
+
+def check_inputs(root: Path, config: Config) -> None:
+    """Refuse settings that name files which are not there, before anything is written.
+
+    Raises:
+        UserError: naming the key and the path.
+    """
+    for name, path in derived_paths(config.model_dump()).items():
+        if name.endswith("_source") and not (root / path).exists():
+            table = name.removesuffix("_source")
+            key = "model.path" if table == "model" else f"data.{table}.source.path"
+            raise UserError(f"{key}={path}: no such file or folder; allowed: an existing one")
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def test_a_stage_sees_its_sections_and_no_others(root: Path, tmp_path: Path, sta
     write_params(compose(root / "conf"), tmp_path)
     config, paths, plain = load_stage_config(tmp_path, stage)
     assert set(plain) == set(STAGE_SECTIONS[stage])
-    assert set(paths) == {"policy", "served"}
+    assert {"policy", "served", "model_source", "pairs_source"} < set(paths)
     for section in type(config).model_fields:
         assert hasattr(config, section) == (section in STAGE_SECTIONS[stage])
 
@@ -157,4 +157,12 @@ def test_paths_that_do_not_follow_from_the_kinds_are_refused(root: Path, tmp_pat
 def test_paths_follow_the_choices(root: Path, tmp_path: Path, overrides: list[str], policy: str, served: str) -> None:
     write_params(compose(root / "conf", overrides), tmp_path)
     _, paths, _ = load_stage_config(tmp_path, "serve")
-    assert paths == {"policy": f"artifacts/{policy}/checkpoint", "served": f"artifacts/{served}/checkpoint"}
+    assert paths["policy"] == f"artifacts/{policy}/checkpoint"
+    assert paths["served"] == f"artifacts/{served}/checkpoint"
+
+
+def test_dvc_depends_on_the_users_own_files_by_name(root: Path, tmp_path: Path) -> None:
+    write_params(compose(root / "conf", ["data=mine", "data.pairs.source.path=my/pairs.jsonl"]), tmp_path)
+    _, paths, _ = load_stage_config(tmp_path, "prepare_data")
+    assert paths["pairs_source"] == "my/pairs.jsonl"
+    assert paths["items_source"] == paths["model_source"] == "data/SOURCES.md"

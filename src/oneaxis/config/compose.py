@@ -234,14 +234,10 @@ def load_stage_config(root: Path, stage: str) -> tuple[Config, dict[str, str], d
     config = validate(values, origin=PARAMS, sections=sections)
     try:
         expected = derived_paths(values)
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{PARAMS}: train.kind or quantize.kind is missing; `oneaxis reset` restores the file"
-        ) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{PARAMS}: a section or its kind is missing; `oneaxis reset` restores the file") from error
     for key, want in expected.items():
         found = (values.get("paths") or {}).get(key)
         if found != want:
-            raise UserError(
-                f"{PARAMS}: paths.{key}={found!r}: allowed: {want!r}, which train.kind and quantize.kind imply"
-            )
+            raise UserError(f"{PARAMS}: paths.{key}={found!r}: allowed: {want!r}, which the other settings imply")
     return config, expected, {section: values[section] for section in sections}

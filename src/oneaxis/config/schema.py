@@ -5,6 +5,7 @@
 another. Units stand in the names: `_s` seconds, `_ms` milliseconds, `_gib` GiB; `tokens` and `steps` are counts.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -418,9 +419,28 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
 """The sections that each stage reads, in the order of the DAG. `dvc.yaml` declares the same; a test compares."""
 
 
+DEFAULT_SOURCE = "data/SOURCES.md"
+"""Stands in `paths` where a stage reads no file of the user's: it names the default sources and their hashes."""
+
+TABLES = ("prose", "items", "pairs", "prompts", "probes")
+
+
 def derived_paths(config: dict[str, Any]) -> dict[str, str]:
-    """Where the policy and the served checkpoint lie: the paths that DVC's `${paths.*}` templates carry."""
+    """What the settings say of paths, for DVC's `${paths.*}` templates.
+
+    Returns:
+        `policy` and `served`, the checkpoints after training and after quantisation; `model_source` and one
+        `<table>_source` per table: the user's own files, on which DVC then depends by content.
+    """
     trained = config["train"]["kind"] != "none"
     policy = "artifacts/train_dpo/checkpoint" if trained else "artifacts/fetch_model/checkpoint"
     quantized = config["quantize"]["kind"] != "none"
-    return {"policy": policy, "served": "artifacts/quantize/checkpoint" if quantized else policy}
+    paths = {"policy": policy, "served": "artifacts/quantize/checkpoint" if quantized else policy}
+    paths["model_source"] = _own(config["model"])
+    for table in TABLES:
+        paths[f"{table}_source"] = _own(config["data"][table]["source"])
+    return paths
+
+
+def _own(source: dict[str, Any]) -> str:
+    return str(Path(source.get("path") or DEFAULT_SOURCE).expanduser())
