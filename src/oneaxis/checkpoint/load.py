@@ -1,0 +1,149 @@
+"""From a checkpoint folder to a model that computes what an engine computes with it, for measuring on a CPU.
+
+A plain folder becomes the model in the dtype asked for. An INT8 folder in the compressed-tensors format becomes the
+same model with `Int8Linear` in place of each quantised linear, so that activations are rounded as the scheme says.
+Local files only, safetensors only, and never a model's own code.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from oneaxis.checkpoint.compressed import read_scheme
+from oneaxis.errors import UserError
+from oneaxis.quantize.int8 import Int8Linear, dequantize_weight
+
+
+def load_for_measuring(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a checkpoint, plain or INT8 as `oneaxis.quantize` writes it, and its tokenizer, ready for a forward pass.
+
+    Args:
+        folder: config.json, *.safetensors, tokenizer.
+        dtype: of everything that is not quantised; INT8 levels are summed in float32 whatever it is.
+
+    Raises:
+        UserError: something is missing, does not fit, needs the model's own code, or is quantised in another format.
+    """
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: no config.json; allowed: a folder with config.json, *.safetensors and a tokenizer")
+    tokenizer = load_tokenizer(folder)
+    config, quantization = read_config(folder)
+    if quantization is None:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise UserError(f"{folder}: the model does not load: {_first_line(error)}") from error
+    else:
+        model = _load_int8(folder, config, quantization, dtype)
+    model.eval()
+    model.requires_grad_(False)
+    return model, tokenizer
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint folder.
+
+    Raises:
+        UserError: there is none, or it does not load.
+    """
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
+        raise UserError(f"{folder}: no tokenizer; allowed: a folder with tokenizer.json (or tokenizer.model, "
+                        "vocab.json, vocab.txt) beside the weights; copy it from the base model")  # fmt: skip
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        # transformers and tokenizers raise what they like here, bare Exception included.
+        raise UserError(f"{folder}: the tokenizer does not load: {_first_line(error)}") from error
+
+
+def read_config(folder: Path) -> tuple[PretrainedConfig, dict[str, Any] | None]:
+    """The model's configuration without its quantisation, and the `quantization_config` (None: a plain checkpoint).
+
+    Raises:
+        UserError: config.json is missing or broken, or names a model that transformers does not know.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder / 'config.json'}: does not load: {_first_line(error)}") from error
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        del config.quantization_config
+        if not isinstance(quantization, dict):
+            quantization = quantization.to_dict()
+    return config, quantization
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder's safetensors, by name.
+
+    Raises:
+        UserError: there are none, or a file is broken.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(
+            f"{folder}: no *.safetensors; allowed: a folder with config.json, *.safetensors and a tokenizer"
+        )
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise UserError(f"{path}: not a whole safetensors file: {_first_line(error)}") from error
+    return tensors
+
+
+def _load_int8(
+    folder: Path, config: PretrainedConfig, quantization: dict[str, Any], dtype: torch.dtype
+) -> PreTrainedModel:
+    scheme = read_scheme(quantization, str(folder / "config.json"))
+    tensors = read_tensors(folder)
+    quantized = sorted(name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale"))
+    layers: dict[str, Int8Linear] = {}
+    for name in quantized:
+        levels_OI, scale_O1 = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.weight_scale")
+        input_scale = tensors.pop(f"{name}.input_scale", None)
+        if levels_OI.dtype != torch.int8 or scale_O1.shape != (len(levels_OI), 1):
+            raise UserError(f"{folder}: {name} holds {levels_OI.dtype} with scales of shape {tuple(scale_O1.shape)}; "
+                            "allowed: int8 with one scale per output channel")  # fmt: skip
+        if (input_scale is None) != (scheme == "w8a8_int8_dynamic"):
+            raise UserError(f"{folder}: {name}.input_scale is {'missing' if input_scale is None else 'there'}; "
+                            f"allowed: what config.json says ({scheme})")  # fmt: skip
+        bias_O = tensors.get(f"{name}.bias")
+        layers[name] = Int8Linear(levels_OI, scale_O1, None if bias_O is None else bias_O.to(dtype), input_scale)
+        # The model is first loaded whole, so that transformers checks that no tensor is missing or too many.
+        tensors[f"{name}.weight"] = dequantize_weight(levels_OI, scale_O1).to(dtype)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+    )
+    wrong = (
+        sorted(report["missing_keys"]) + sorted(report["unexpected_keys"]) + sorted(map(str, report["mismatched_keys"]))
+    )
+    if wrong:
+        raise UserError(f"{folder}: {wrong[0]} is missing, of another shape, or unknown to this model ({len(wrong)} "
+                        "such); allowed: the tensors of the model that config.json names")  # fmt: skip
+    for name, layer in layers.items():
+        module = model.get_submodule(name)
+        assert isinstance(module, nn.Linear), f"{name} is {type(module).__name__}"
+        model.set_submodule(name, layer)
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return (text.splitlines() or [type(error).__name__])[0][:200] if text else type(error).__name__
