@@ -1,0 +1,20 @@
+"""filter_pairs: score the preference pairs by CHES on the untrained model and keep what `pairs.*` says."""
+
+from oneaxis.stage import Stage, run
+
+
+def work(stage: Stage) -> dict[str, float]:
+    """Write the scored pairs and the distribution of the score; the manifest says what was dropped and why."""
+    import polars as pl
+
+    from oneaxis.preference.filter import filter_pairs
+
+    checkpoint = stage.artifact("fetch_model", "checkpoint")
+    pairs = pl.read_parquet(stage.artifact("prepare_data", "pairs.parquet"))
+    metrics, notes = filter_pairs(checkpoint, pairs, stage.config.pairs, stage.out)
+    stage.notes.update(notes)
+    return {f"filter_pairs/{name}": value for name, value in metrics.items()}
+
+
+if __name__ == "__main__":
+    run("filter_pairs", work)
