@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from oneaxis.preference.ches import ches_scores
 from oneaxis.preference.forward import hidden_sums
 from oneaxis.preference.pairs import Sequence
-from preference.conftest import small_model
+
+from .conftest import small_model
 
 
 def test_ches_by_hand() -> None:

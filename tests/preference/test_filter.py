@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from preference.conftest import small_tokenizer
 
 from oneaxis.config.schema import PairFilter
 from oneaxis.errors import UserError
 from oneaxis.preference.filter import correlation, distribution, filter_pairs, keep, scorable
+
+from .conftest import small_tokenizer
 
 
 def table(count: int = 12, heldout: int = 3) -> pl.DataFrame:

@@ -8,7 +8,8 @@ from trl.trainer.dpo_trainer import DPOTrainer
 
 from oneaxis.errors import UserError
 from oneaxis.preference.pairs import common_prefix, render_pair, tokenize_continuation, tokenize_pair
-from preference.conftest import small_tokenizer
+
+from .conftest import small_tokenizer
 
 
 def plain(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
