@@ -1,0 +1,300 @@
+"""Validity guards: pure functions of what was recorded to VALID or INVALID, with evidence, reason and what to do.
+
+Each guard stands for one way in which a load measurement was seen to lie. A run with a guard that fails is INVALID:
+its numbers are kept, and stand for nothing. The numbers are those of the methods: 1 unique prompts, 2 token truth,
+3 realised config, 5 load fidelity, 6 survivors, 7 output limit.
+
+`requests` is the request table: one row per request with `request_id`, `status`, `sent_s`, `intended_s`,
+`asked_prompt_tokens`, `asked_output_tokens`, `prompt_tokens`, `output_tokens`, `token_times`, `finish_reason`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import polars as pl
+
+MAX_SHARED_TOKENS = 3
+"""Two prompts may begin with this many equal tokens: fewer than any prefix cache's block, which is reused whole."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One guard's verdict."""
+
+    number: int
+    name: str
+    valid: bool
+    evidence: dict[str, Any]
+    reason: str = ""
+    """Why it is INVALID; empty when valid."""
+    recommendation: str = ""
+    """What to do about it; empty when valid."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As `guards.json` holds it."""
+        return {
+            "guard": self.number,
+            "name": self.name,
+            "valid": self.valid,
+            "evidence": self.evidence,
+            "reason": self.reason,
+            "recommendation": self.recommendation,
+        }
+
+
+def _guard(number: int, name: str, evidence: dict[str, Any], problems: Sequence[str], recommendation: str) -> Guard:
+    reason = "; ".join(problems)
+    return Guard(number, name, not problems, evidence, reason, recommendation if problems else "")
+
+
+def unique_prompts(
+    prompts: Sequence[Sequence[int]], hit_rates: Mapping[str, float | None], max_hit_rate: float
+) -> Guard:
+    """Guard 1: no prompt twice, none sharing a start with another, and the server's own prefix-cache counters agree.
+
+    Args:
+        prompts: token ids of every prompt sent to the engine, warm-up included.
+        hit_rates: by cell, cached prompt tokens / prompt tokens from the server's counters; None where it has none.
+        max_hit_rate: largest hit rate allowed in any cell.
+    """
+    ordered = sorted(tuple(prompt) for prompt in prompts)
+    repeated = sum(count - 1 for count in Counter(ordered).values())
+    # In sorted order the longest common start of any two is that of two neighbours.
+    shared = max((_common_start(a, b) for a, b in pairwise(ordered)), default=0)
+    rates = {cell: rate for cell, rate in hit_rates.items() if rate is not None}
+    over = {cell: rate for cell, rate in rates.items() if rate > max_hit_rate}
+    problems = []
+    if repeated:
+        problems.append(f"{repeated} of {len(ordered)} prompts repeat another")
+    elif shared > MAX_SHARED_TOKENS:
+        problems.append(f"two prompts share their first {shared} tokens (at most {MAX_SHARED_TOKENS})")
+    if over:
+        worst = max(over, key=lambda cell: over[cell])
+        problems.append(
+            f"the server took {over[worst]:.1%} of the prompt tokens of {worst} from its prefix cache "
+            f"(gate.max_prefix_hit_rate {max_hit_rate:.1%})"
+        )
+    if len(rates) < len(hit_rates):
+        problems.append("the server has no prefix-cache counters, so that reuse cannot be excluded")
+    evidence = {
+        "prompts": len(ordered),
+        "repeated": repeated,
+        "longest_shared_start_tokens": shared,
+        "hit_rate_max": max(rates.values(), default=None),
+        "hit_rate_allowed": max_hit_rate,
+    }
+    return _guard(
+        1, "unique prompts", evidence, problems, "give every request a prompt of its own from its first token"
+    )
+
+
+def _common_start(first: Sequence[int], second: Sequence[int]) -> int:
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return index
+    return min(len(first), len(second))
+
+
+def token_truth(
+    requests: pl.DataFrame,
+    server_prompt_tokens: float | None,
+    server_output_tokens: float | None,
+    max_disagreement: float,
+) -> Guard:
+    """Guard 2: the usage records say what was asked, and three independent counts of the output tokens agree.
+
+    The counts are the sum of the final usage records, the server's own counter over the same cells, and the tokens
+    seen to arrive. For a request that failed only what arrived is known, and the server may have made more, up to what
+    was asked: its counter then has a range to lie in.
+
+    Args:
+        server_prompt_tokens: increase of the server's counter over the measured cells; None where it has none.
+        server_output_tokens: the same for generated tokens.
+        max_disagreement: largest relative difference of two counts.
+    """
+    ok = requests.filter(pl.col("status") == "ok")
+    failed = requests.filter(pl.col("status") != "ok").with_columns(arrived=pl.col("token_times").list.len())
+    wrong_prompt = ok.filter(pl.col("prompt_tokens").ne_missing(pl.col("asked_prompt_tokens"))).height
+    wrong_output = ok.filter(pl.col("output_tokens").ne_missing(pl.col("asked_output_tokens"))).height
+    usage = int(ok["output_tokens"].sum())
+    streamed = int(ok["token_times"].list.len().sum())
+    low = usage + int(failed["arrived"].sum())
+    high = usage + int(failed["asked_output_tokens"].sum())
+    prompt_low = int(ok["prompt_tokens"].sum())
+    prompt_high = prompt_low + int(failed["asked_prompt_tokens"].sum())
+    problems = []
+    if wrong_prompt:
+        problems.append(f"{wrong_prompt} of {ok.height} requests were read as another number of prompt tokens")
+    if wrong_output:
+        problems.append(f"{wrong_output} of {ok.height} answers have another number of tokens than asked")
+    differences = {"tokens seen to arrive": _outside(streamed, usage, usage)}
+    for name, value, bounds in (
+        ("the server's counter of output tokens", server_output_tokens, (low, high)),
+        ("the server's counter of prompt tokens", server_prompt_tokens, (prompt_low, prompt_high)),
+    ):
+        if value is None:
+            problems.append(f"{name} is missing")
+        else:
+            differences[name] = _outside(value, *bounds)
+    problems.extend(
+        f"{name} differ{'' if name.startswith('tokens') else 's'} from the usage records by {difference:.1%} "
+        f"(gate.max_token_disagreement {max_disagreement:.1%})"
+        for name, difference in differences.items()
+        if difference > max_disagreement
+    )
+    evidence = {
+        "usage_output_tokens": usage,
+        "streamed_output_tokens": streamed,
+        "server_output_tokens": server_output_tokens,
+        "usage_prompt_tokens": prompt_low,
+        "server_prompt_tokens": server_prompt_tokens,
+        "largest_disagreement": max(differences.values()),
+        "disagreement_allowed": max_disagreement,
+    }
+    return _guard(
+        2, "token truth", evidence, problems,
+        "no other client may use the engine; count tokens from the final usage record",
+    )  # fmt: skip
+
+
+def _outside(value: float, low: float, high: float) -> float:
+    """How far `value` lies outside [low, high], relative to the nearer bound."""
+    distance = max(low - value, value - high, 0.0)
+    bound = low if value < low else high
+    return distance / bound if bound else (math.inf if distance else 0.0)
+
+
+def realised_as_asked(differences: Sequence[Any]) -> Guard:
+    """Guard 3: the engine runs what was asked for.
+
+    Args:
+        differences: what the realised configuration has otherwise, each naming its setting.
+    """
+    problems = [f"the engine runs otherwise than asked: {_difference(item)}" for item in differences]
+    return _guard(
+        3, "realised config", {"differences": len(differences)}, problems,
+        "ask for what the engine really runs, or correct the checkpoint's config.json (artifacts/serve/realised.json)",
+    )  # fmt: skip
+
+
+def _difference(item: Any) -> str:
+    if isinstance(item, Mapping) and {"key", "asked", "resolved"} <= item.keys():
+        return f"{item['key']}: asked {item['asked']}, resolved {item['resolved']}"
+    return str(item)
+
+
+def load_fidelity(requests: pl.DataFrame, scheduled: Mapping[str, int], max_lag_p99_ms: float) -> Guard:
+    """Guard 5: every request was sent, and at its moment: the load generator must not shape the load.
+
+    Args:
+        requests: also with `shape` and `rate_rps`.
+        scheduled: number of requests drawn for each cell, by `shape rRATE`.
+        max_lag_p99_ms: largest p99 of actual - intended send time, over all requests and in each cell of 100 or more.
+    """
+    sent = requests.filter(pl.col("sent_s").is_not_null()).with_columns(
+        lag_ms=1000 * (pl.col("sent_s") - pl.col("intended_s")), cell=_cell_name()
+    )
+    counts = Counter(sent["cell"].to_list())
+    problems = [
+        f"{cell}: {counts[cell]} of {number} scheduled requests were sent"
+        for cell, number in scheduled.items()
+        if counts[cell] != number
+    ]
+    lag = _nearest_rank(sent["lag_ms"].to_list(), 99)
+    if lag is not None and lag > max_lag_p99_ms:
+        problems.append(f"sent late: p99 {lag:.1f} ms (gate.max_send_lag_p99_ms {max_lag_p99_ms:g})")
+    for (cell,), rows in sent.group_by("cell", maintain_order=True):
+        of_cell = _nearest_rank(rows["lag_ms"].to_list(), 99)
+        if rows.height >= 100 and of_cell is not None and of_cell > max_lag_p99_ms:
+            problems.append(f"{cell}: sent late: p99 {of_cell:.1f} ms (gate.max_send_lag_p99_ms {max_lag_p99_ms:g})")
+    early = sent.filter(pl.col("lag_ms") < -1).height
+    if early:
+        problems.append(f"{early} requests were sent before their moment")
+    evidence = {
+        "scheduled": sum(scheduled.values()),
+        "sent": sent.height,
+        "lag_p99_ms": lag,
+        "lag_max_ms": max(sent["lag_ms"].to_list(), default=None),
+        "lag_allowed_ms": max_lag_p99_ms,
+    }
+    return _guard(
+        5, "load fidelity", evidence, problems,
+        "leave the client a core of its own (serve.threads), lower load.rates_rps, or stop what else runs here",
+    )  # fmt: skip
+
+
+def _cell_name() -> pl.Expr:
+    return pl.concat_str(
+        pl.col("shape"),
+        pl.lit(" r"),
+        pl.col("rate_rps").map_elements(lambda rate: f"{rate:g}", return_dtype=pl.String),
+    )
+
+
+def _nearest_rank(values: Sequence[float], percent: int) -> float | None:
+    return sorted(values)[-(-percent * len(values) // 100) - 1] if values else None
+
+
+def survivors(scheduled_ids: Sequence[str], requests: pl.DataFrame, cells: pl.DataFrame) -> Guard:
+    """Guard 6: no scheduled request is left out of the tails, and one that failed counts as a miss.
+
+    Failures alone do not make a run INVALID: they are part of the result. Leaving them out does.
+
+    Args:
+        scheduled_ids: every request that was drawn.
+        cells: the summary, one row per cell: shape, rate_rps, n, ok, attainment, `ttft_p50_ms` and the like.
+    """
+    recorded = Counter(requests["request_id"].to_list())
+    missing = [name for name in scheduled_ids if not recorded[name]]
+    twice = [name for name, count in recorded.items() if count > 1]
+    unknown = list(set(recorded) - set(scheduled_ids))
+    problems = []
+    for names, said in ((missing, "have no row"), (twice, "have more than one row"), (unknown, "were never scheduled")):
+        if names:
+            problems.append(f"{len(names)} requests {said}, such as {min(names)}")
+    for cell in cells.iter_rows(named=True):
+        rows = requests.filter((pl.col("shape") == cell["shape"]) & (pl.col("rate_rps") == cell["rate_rps"]))
+        label = f"{cell['shape']} r{cell['rate_rps']:g}"
+        ok = rows.filter(pl.col("status") == "ok").height
+        if (cell["n"], cell["ok"]) != (rows.height, ok):
+            problems.append(
+                f"{label}: summed up over {cell['n']} requests ({cell['ok']} ok) of {rows.height} ({ok} ok)"
+            )
+        if cell["attainment"] * rows.height > ok + 1e-9:
+            problems.append(f"{label}: an attainment of {cell['attainment']:.1%} with {ok} of {rows.height} answered")
+        for latency in ("ttft", "e2e"):
+            for percent in (50, 90, 99):
+                if cell[f"{latency}_p{percent}_ms"] is not None and ok < -(-percent * rows.height // 100):
+                    problems.append(f"{label}: a {latency} p{percent} with only {ok} of {rows.height} answered")
+    failures = Counter(status for status in requests["status"].to_list() if status != "ok")
+    evidence = {
+        "scheduled": len(scheduled_ids),
+        "recorded": requests.height,
+        "failed": sum(failures.values()),
+        "failures": dict(sorted(failures.items())),
+    }
+    return _guard(6, "survivors", evidence, problems, "compute tails over every scheduled request, failures included")
+
+
+def output_limit(requests: pl.DataFrame) -> Guard:
+    """Guard 7: every answer ran to the length that was asked for, and says that this is why it ended."""
+    ok = requests.filter(pl.col("status") == "ok")
+    other = Counter(str(reason) for reason in ok["finish_reason"].to_list() if reason != "length")
+    wrong = ok.filter(pl.col("output_tokens").ne_missing(pl.col("asked_output_tokens")))
+    problems = []
+    if other:
+        listed = ", ".join(f"{reason} {count}" for reason, count in sorted(other.items()))
+        problems.append(f"{sum(other.values())} of {ok.height} answers ended for another reason than length ({listed})")
+    if wrong.height:
+        row = wrong.row(0, named=True)
+        problems.append(
+            f"{wrong.height} of {ok.height} answers have another length than asked, such as {row['request_id']}: "
+            f"{row['output_tokens']} for {row['asked_output_tokens']}"
+        )
+    evidence = {"answers": ok.height, "ended_otherwise": sum(other.values()), "wrong_length": wrong.height}
+    return _guard(7, "output limit honoured", evidence, problems,
+                  "the engine must honour ignore_eos, min_tokens and max_tokens")  # fmt: skip
