@@ -129,7 +129,7 @@ def _from_hub(model: ModelHub, out: Path) -> dict[str, Any]:
     )
 
     name = f"model.id={model.id}"
-    wanted = ["*.json", "*.jinja", "*.model", "*.txt"] + (["*.py"] if model.trust_remote_code else [])
+    wanted = ["README.md", "*.json", "*.jinja", "*.model", "*.txt"] + (["*.py"] if model.trust_remote_code else [])
     try:
         snapshot = Path(snapshot_download(model.id, revision=model.revision, allow_patterns=[*wanted, "*.safetensors"],
                                           ignore_patterns=["*/*", "consolidated*"]))  # fmt: skip
@@ -146,26 +146,18 @@ def _from_hub(model: ModelHub, out: Path) -> dict[str, Any]:
     check_folder(snapshot, name, trust_remote_code=model.trust_remote_code)
     _check_blobs(snapshot, name)
     copy_folder(snapshot, out, trust_remote_code=model.trust_remote_code)
-    licence = _hub_licence(model)
+    licence = _card_licence(snapshot / "README.md")
     return {"source": f"{model.id}@{model.revision}", "source_sha256": folder_sha256(out), "licence": licence}
 
 
-def _hub_licence(model: ModelHub) -> str:
-    """The licence named by the model's card; without a card in reach, where to look."""
+def _card_licence(card: Path) -> str:
+    """The licence that the header of a model's card names; without one, where to look."""
     from huggingface_hub import ModelCard
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
     try:
-        path = _card(model)
-        return str(ModelCard.load(path).data.get("license") or "see the model's card")
-    except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError):
+        return str(ModelCard.load(card).data.get("license") or "see the model's card")
+    except (OSError, ValueError):
         return "see the model's card"
-
-
-def _card(model: ModelHub) -> str:
-    from huggingface_hub import hf_hub_download
-
-    return str(hf_hub_download(model.id, "README.md", revision=model.revision))
 
 
 def _check_blobs(snapshot: Path, name: str) -> None:
