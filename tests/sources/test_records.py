@@ -40,7 +40,10 @@ def test_a_broken_line_is_named(data: bytes, says: str) -> None:
 
 def test_mark_crlf_blank_lines_and_a_missing_last_newline_are_read() -> None:
     records = parse_jsonl(b'\xef\xbb\xbf{"a": "1"}\r\n\r\n  \n{"a": "\xc3\xa9"}', "f.jsonl")
-    assert [(record.where, record.value) for record in records] == [("f.jsonl:1", {"a": "1"}), ("f.jsonl:4", {"a": "é"})]
+    assert [(record.where, record.value) for record in records] == [
+        ("f.jsonl:1", {"a": "1"}),
+        ("f.jsonl:4", {"a": "é"}),
+    ]
 
 
 def test_a_huge_line_is_read_whole() -> None:
@@ -138,7 +141,8 @@ except Exception as error:
 def hub(folder: Path, split: str) -> str:
     """What a fresh process says of the data set owner/name with the hub out of reach."""
     done = subprocess.run([sys.executable, "-c", HUB.format(split=split)], cwd=folder, capture_output=True, text=True,
-                          env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}, check=True)  # fmt: skip
+                          check=True, env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
+                          )  # fmt: skip
     return done.stdout.strip()
 
 

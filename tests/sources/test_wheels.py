@@ -24,7 +24,9 @@ def make_wheel(folder: Path, payload: bytes) -> Wheel:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("tiny_data/payload.bin", payload)
         archive.writestr("tiny_data-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-data\nVersion: 1.0\n")
-        archive.writestr("tiny_data-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            "tiny_data-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr("tiny_data-1.0.dist-info/RECORD", "")
     return Wheel("tiny-data", "1.0", hashlib.sha256(path.read_bytes()).hexdigest())
 

@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-INITIAL_STD = 0.08
+INITIAL_STD = 0.2
 """Standard deviation of random weights: at the usual 0.02 a tiny model's next-token distribution is flat."""
 
 
@@ -143,8 +143,8 @@ def _from_hub(model: ModelHub, out: Path) -> dict[str, Any]:
         reason = str(error.__cause__ or error).strip().splitlines()[0][:200]
         raise RunError(f"{name} at {model.revision}: the hub could not be reached: {reason}; it needs the network "
                        "once: a copy in the hub's cache or model=path also works") from error  # fmt: skip
-    check_folder(snapshot, name, trust_remote_code=model.trust_remote_code)
     _check_blobs(snapshot, name)
+    check_folder(snapshot, name, trust_remote_code=model.trust_remote_code)
     copy_folder(snapshot, out, trust_remote_code=model.trust_remote_code)
     licence = _card_licence(snapshot / "README.md")
     return {"source": f"{model.id}@{model.revision}", "source_sha256": folder_sha256(out), "licence": licence}
@@ -240,7 +240,7 @@ def _check_loads(folder: Path, name: str, *, trust_remote_code: bool) -> None:
     except Exception as error:
         # transformers and tokenizers raise what they like here, bare Exception included.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(f"{name}: its config or tokenizer does not load: {reason}") from error
+        raise UserError(f"{name}: its config or tokenizer does not load: {type(error).__name__}: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: its tokenizer names no eos_token; allowed: one in tokenizer_config.json")
 

@@ -50,7 +50,7 @@ def parse_lettered(record: Record, task: str) -> Row:
     """
     question, options, answer = (str(record.text(key)) for key in ("question", "options", "answer"))
     lines = [line for line in options.split("\n") if line.strip()]
-    if [line[:3] for line in lines] != [f"{chr(65 + index)}. " for index in range(len(lines))]:
+    if len(lines) < 2 or [line[:3] for line in lines] != [f"{chr(65 + index)}. " for index in range(len(lines))]:
         raise Drop("malformed options")
     texts = [line[3:].strip() for line in lines]
     if texts[-1].endswith("?") and not question.rstrip().endswith("?") and not any("?" in text for text in texts[:-1]):
