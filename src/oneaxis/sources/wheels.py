@@ -9,6 +9,7 @@ and are hashed again at each use.
 import fcntl
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -74,7 +75,9 @@ def fetch_wheel(wheel: Wheel, *, instead: str) -> Path:
         if kept.is_file() and sha256_file(kept) == wheel.sha256:
             return kept
         kept.unlink(missing_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
+        for abandoned in folder.glob(f".download-{wheel.sha256}-*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=f".download-{wheel.sha256}-") as temporary:
             downloaded = _pip_download(wheel, Path(temporary), instead=instead, kept=kept)
             found = sha256_file(downloaded)
             if found != wheel.sha256:
