@@ -377,8 +377,11 @@ def _run_of_state(client: Any, experiment: str, uri: str, root: Path, state: str
     # What a stage computes from now on belongs to a new state: the active run ends here. One that was opened for
     # a state which turned out to be known (a stage that was run again to the same bytes) has nothing to say.
     active = _active(root)
-    if active and active.get("run_id") != run_id and active.get("store") == uri and active.get("params") == params_hash(
-        root
+    if (
+        active
+        and active.get("run_id") != run_id
+        and active.get("store") == uri
+        and active.get("params") == params_hash(root)
     ):
         client.set_terminated(active["run_id"], status="KILLED")
     (root / STATE / "active_run.json").unlink(missing_ok=True)
@@ -568,7 +571,7 @@ def _log_artifacts(client: Any, run_id: str, root: Path, report: Path | None, ha
             continue
         for path in (folder / stage / MANIFEST, folder / f"{stage}.provenance.json"):
             if path.is_file():
-                files[f"{stage}/{path.name.removeprefix(f'{stage}.')}"] = path
+                files[f"{stage}/{path.name}"] = path
         for name in NAMED:
             if (folder / stage / name).is_file():
                 files[f"{stage}/{name}"] = folder / stage / name

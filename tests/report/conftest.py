@@ -3,7 +3,6 @@
 `artifacts` is a factory: it fills a folder and returns it, with parts of the settings changed as the test asks.
 """
 
-import json
 import math
 import random
 from collections.abc import Callable
@@ -27,6 +26,12 @@ def params() -> dict[str, Any]:
     return compose(ROOT / "conf").model_dump(mode="json")
 
 
+@pytest.fixture(scope="session")
+def fill_artifacts() -> Callable[..., None]:
+    """`fill(folder, settings)` itself, for fixtures of a wider scope."""
+    return fill
+
+
 @pytest.fixture
 def artifacts(tmp_path: Path, params: dict[str, Any]) -> Callable[..., Path]:
     """Fill `tmp_path/artifacts`; keyword arguments replace sections of the settings."""
@@ -39,7 +44,7 @@ def artifacts(tmp_path: Path, params: dict[str, Any]) -> Callable[..., Path]:
     return make
 
 
-def fill(folder: Path, params: dict[str, Any], *, rate_scale: float = 1.0) -> None:
+def fill(folder: Path, params: dict[str, Any]) -> None:
     """Write every stage's payload, metrics and provenance."""
     draw = random.Random(1)
     for stage in STAGE_SECTIONS:
@@ -186,9 +191,9 @@ def sweep(folder: Path, draw: random.Random, params: dict[str, Any]) -> dict[str
                         f"{prefix}/attainment": 0.95 if rate < 1 else 0.7}  # fmt: skip
     pl.DataFrame(rows, infer_schema_length=None).write_parquet(folder / "sweep" / "requests.parquet")
     times = [float(i) for i in range(60)]
-    pl.DataFrame({"elapsed_s": times, "running": [1.0 + i % 3 for i in range(60)], "waiting": [0.0] * 60}).write_parquet(
-        folder / "sweep" / "server_samples.parquet"
-    )
+    pl.DataFrame(
+        {"elapsed_s": times, "running": [1.0 + i % 3 for i in range(60)], "waiting": [0.0] * 60}
+    ).write_parquet(folder / "sweep" / "server_samples.parquet")
     write_json(folder / "sweep" / "guards.json", [
         {"guard": 1, "name": "unique prompts", "valid": True, "evidence": {"prompts": 90, "hit_rate": 0.0}, "reason": ""},
         {"guard": 6, "name": "survivors", "valid": True, "evidence": {"unfinished": 0}, "reason": ""},
@@ -213,8 +218,3 @@ def scores(folder: Path, draw: random.Random) -> dict[str, float]:
     pl.DataFrame(rows).write_parquet(folder / "score" / "table.parquet")
     write_json(folder / "score" / "summary.json", {"engine": "transformers", "dtype": "float32", "tasks": tasks})
     return metrics
-
-
-def change(path: Path, **values: Any) -> None:
-    """Replace top-level values of a JSON file."""
-    write_json(path, {**json.loads(path.read_text(encoding="utf-8")), **values})

@@ -72,7 +72,9 @@ def what_ran(results: Results) -> list[tuple[str, str]]:
                            for shape in load["shapes"])  # fmt: skip
         rates = ", ".join(f"{rate:g}" for rate in load["rates_rps"])
         target = load["service_class"]
-        lines.append(("Load", f"{load['arrival']}, open loop, {rates} req/s for {load['duration_s']:g} s each; {shapes}"))
+        lines.append(
+            ("Load", f"{load['arrival']}, open loop, {rates} req/s for {load['duration_s']:g} s each; {shapes}")
+        )
         lines.append(("Class", f"TTFT ≤ {target['ttft_ms']:g} ms and TPOT ≤ {target['tpot_ms']:g} ms"))
     return lines
 

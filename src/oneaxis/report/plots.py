@@ -49,7 +49,13 @@ class Plot:
 
 
 def draw(
-    name: str, label: str, caption: str, paint: Callable[[Canvas], None], *, height: float = HEIGHT, width: float = WIDTH
+    name: str,
+    label: str,
+    caption: str,
+    paint: Callable[[Canvas], None],
+    *,
+    height: float = HEIGHT,
+    width: float = WIDTH,
 ) -> Plot:
     """Run `paint` on an empty canvas and turn the result into inline SVG with ids of its own."""
     with matplotlib.rc_context(STYLE):
@@ -249,6 +255,7 @@ def against_rate(shapes: Mapping[str, Sequence[tuple[float, float, float]]]) -> 
 
     def paint(canvas: Canvas) -> None:
         left, right = canvas.subplots(1, 2)
+        offered = sorted({rate for points in shapes.values() for rate, *_ in points})
         for i, (title, points) in enumerate(shapes.items()):
             rate, goodput, attainment = (list(column) for column in zip(*sorted(points), strict=True))
             style = {"color": SERIES[i % 6], "marker": MARKERS[i % 6], "linestyle": LINES[i % 6]}
@@ -261,7 +268,8 @@ def against_rate(shapes: Mapping[str, Sequence[tuple[float, float, float]]]) -> 
         right.set_ylabel("attainment (%)")
         for axes in (left, right):
             axes.set_xlabel("offered rate (req/s)")
-            axes.xaxis.set_major_locator(MaxNLocator(5))
+            if len(offered) <= 6:
+                axes.set_xticks(offered, [f"{rate:g}" for rate in offered])
         canvas.legend(loc="outside upper left", ncols=3)
 
     return draw("rates", f"Goodput and attainment over the offered rate for {', '.join(shapes)}.",

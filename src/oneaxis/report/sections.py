@@ -102,7 +102,7 @@ def preference(results: Results) -> Section:
         series = {title: log[column].to_list() for title, column in named.items() if column in log.columns}
         if series:
             section.plots.append(plots.curves(
-                log["step"].to_list(), series, "curves", "log-probability (nats per response)",
+                log["step"].to_list(), series, "curves", "nats per response",
                 "Mean log-probability of chosen and rejected responses over the training steps.",
                 "Absolute values on the batches trained on. Chosen falling with rejected is displacement.",
             ))  # fmt: skip
@@ -110,7 +110,7 @@ def preference(results: Results) -> Section:
         if escape:
             section.plots.append(plots.curves(
                 log["step"].to_list(), {"canned refusal on benign prompts": log[escape].to_list()}, "escape",
-                "log-probability (nats)", "Log-probability of the escape probe over the training steps.",
+                "nats per response", "Log-probability of the escape probe over the training steps.",
                 "Rising: the model moves its belief to a refusal that nobody asked for.",
             ))  # fmt: skip
     displacement = results.document("train_dpo", "displacement.json")
@@ -151,7 +151,11 @@ def _pair_scores(results: Results, pairs: pl.DataFrame) -> Plot:
 
 def _extreme_pairs(pairs: pl.DataFrame) -> Table:
     """The training pairs that the score expects to displace most, for the reader to judge."""
-    top = pairs.filter(pl.col("split") == "train").drop_nulls("ln_ches").sort("ln_ches", "pair_id", descending=[True, False])
+    top = (
+        pairs.filter(pl.col("split") == "train")
+        .drop_nulls("ln_ches")
+        .sort("ln_ches", "pair_id", descending=[True, False])
+    )
     rows = [
         [row["pair_id"], text.number(row["ln_ches"]), text.number(row["edit_similarity"], 2),
          "kept" if row["kept"] else "dropped", _short(row["chosen"]), _short(row["rejected"])]
@@ -333,7 +337,9 @@ def _chance(results: Results) -> dict[str, float]:
 
 def guards(results: Results) -> Section:
     """Each guard with its evidence."""
-    section = Section("guards", "Guards", lead="Each of these makes the run INVALID when it fails. Here is what each saw.")
+    section = Section(
+        "guards", "Guards", lead="Each of these makes the run INVALID when it fails. Here is what each saw."
+    )
     found = results.document("sweep", "guards.json")
     if not found:
         section.absent = "sweep did not run: nothing vouches for the load."

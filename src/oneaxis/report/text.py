@@ -8,14 +8,16 @@ NONE = "–"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """`digits` significant digits, thousands apart: 15.4, 0.0183, 1,234."""
+    """`digits` significant digits, thousands apart: 15.4, 0.0183, 1,234, 3.10e−6."""
     if value is None or not math.isfinite(value):
         return NONE
     if value == 0:
         return "0"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{min(places, 6)}f}"
-    return text.replace("-", "−")
+    if abs(value) < 1e-4:
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{mantissa}e{int(exponent)}".replace("-", "−")
+    return f"{value:,.{places}f}".replace("-", "−")
 
 
 def signed(value: float | None, digits: int = 3) -> str:
@@ -64,7 +66,7 @@ def value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}".replace("-", "−", 1) if "e" not in f"{value:.4g}" else f"{value:.4g}"
+        return f"{value:.4g}".replace("-", "−")
     if isinstance(value, Mapping):
         return evidence(value) or "none"
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -10,7 +10,17 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from oneaxis.report.facts import Verdict, accuracy, card, cells, findings, judge, latency, quality_and_preference, what_ran
+from oneaxis.report.facts import (
+    Verdict,
+    accuracy,
+    card,
+    cells,
+    findings,
+    judge,
+    latency,
+    quality_and_preference,
+    what_ran,
+)
 from oneaxis.report.results import STAGES, Results, read_results
 from oneaxis.report.sections import Section, all_sections, latency_intervals
 from oneaxis.track import run_name

@@ -1,0 +1,249 @@
+"""The page from synthetic artifacts: its numbers, what it says when parts are missing, and that it is safe to open."""
+
+import re
+import shutil
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from oneaxis.artifacts import read_json, write_json
+from oneaxis.errors import UserError
+from oneaxis.report import write_report
+from oneaxis.report.facts import Verdict, card, judge
+from oneaxis.report.results import read_results
+
+Make = Callable[..., Path]
+
+
+class Page(HTMLParser):
+    """Collects the text, the tags with their attributes, and the rows of all tables."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(page)
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._open:
+            self.words.append(data)
+        if self._open and self._open[-1] in ("td", "th") and self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data
+
+    def row(self, *start: str) -> list[str]:
+        return next(row for row in self.rows if row[: len(start)] == list(start))
+
+
+def write(artifacts: Path, tmp_path: Path) -> tuple[dict[str, float], Page, str]:
+    out = tmp_path / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    metrics = write_report(artifacts, out, "a title")
+    page = (out / "report.html").read_text(encoding="utf-8")
+    return metrics, Page(page), (out / "card.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, fill_artifacts: Callable[..., None], params: dict[str, Any]
+) -> tuple[Path, dict[str, float], Page, str]:
+    """The page of complete artifacts, made once: (folder, metrics, page, text)."""
+    folder = tmp_path_factory.mktemp("whole")
+    fill_artifacts(folder / "artifacts", params)
+    metrics, page, _ = write(folder / "artifacts", folder)
+    return folder, metrics, page, (folder / "out" / "report.html").read_text(encoding="utf-8")
+
+
+Whole = tuple[Path, dict[str, float], Page, str]
+
+
+def test_headline_says_what_the_metrics_say(whole: Whole) -> None:
+    """Oracle: the literal numbers of conftest.py; exp(0.018) - 1 = 1.8%, exp(0.012) - 1 = 1.2%, exp(0.024) - 1 = 2.4%."""
+    folder, metrics, page, _ = whole
+    assert metrics == {"report/valid": 1, "report/reasons": 0, "report/warnings": 0, "report/stages_missing": 0}
+    assert page.row("Perplexity, by quantisation")[1:] == ["15.39", "15.67", "+1.8%", "+1.2% to +2.4%", "16 sequences"]
+    assert page.row("Chosen log-probability, by training")[1:] == [
+        "−42.2", "−40.5", "+1.75 nats", "+1.25 to +2.25", "32 held-out pairs"]  # fmt: skip
+    row = page.row("decode_heavy", "1")
+    assert row[3].startswith("612 [")
+    assert row[4].startswith("1,403 [")
+    assert row[5:8] == ["51", "67", "23.4"]
+    assert row[8].startswith("70% [")
+    accuracy = read_json(folder / "artifacts" / "score.metrics.json")["score/openbookqa/pmi_dc"]
+    assert page.row("pmi_dc")[3] == f"{100 * accuracy:.1f}% ± 3.1 (n 200)"
+    assert "VALID" in page.text
+    assert "INVALID" not in page.text.replace("makes the run INVALID", "")
+
+
+def test_same_artifacts_give_the_same_bytes(whole: Whole, tmp_path: Path) -> None:
+    folder, _, _, text = whole
+    write(folder / "artifacts", tmp_path)
+    assert (tmp_path / "out" / "report.html").read_text(encoding="utf-8") == text
+
+
+def test_page_loads_nothing_and_runs_nothing(whole: Whole) -> None:
+    _, _, page, text = whole
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert not {"link", "iframe", "object", "embed", "img"} & {tag for tag, _ in page.tags}
+    for tag, attributes in page.tags:
+        for name in ("src", "href", "data", "xlink:href"):
+            assert (attributes.get(name) or "#").startswith("#"), (tag, attributes)
+        assert not [name for name in attributes if name.startswith("on")]
+    assert "http" not in text.replace("http-equiv", "")
+    assert "url(" not in text.replace("url(#", "")
+    policy = next(a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a)
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+
+
+def test_every_plot_is_named_and_ids_are_unique(whole: Whole) -> None:
+    _, _, page, _ = whole
+    plots = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert len(plots) == 11
+    assert all(plot["role"] == "img" and len(plot["aria-label"] or "") > 20 for plot in plots)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    known = {f"#{name}" for name in ids}
+    assert {a["href"] for _, a in page.tags if "href" in a} <= known
+
+
+def test_plots_take_the_colours_of_the_page(whole: Whole) -> None:
+    """A colour of matplotlib's own would be invisible on one of the two grounds."""
+    _, _, _, text = whole
+    for svg in re.findall(r"<svg.*?</svg>", text, flags=re.S):
+        assert not re.findall(r"(?:fill|stroke): ?#[0-9a-f]{3,6}", svg)
+        assert "currentColor" in svg
+
+
+def test_hostile_text_is_shown_not_run(artifacts: Make, tmp_path: Path) -> None:
+    """In the model's name, a pair, a guard and the title."""
+    evil = '<script>alert(1)</script><img src=x onerror="alert(1)">'
+    folder = artifacts(model={"kind": "path", "path": evil.replace("/", ""), "trust_remote_code": False})
+    path = folder / "filter_pairs" / "pairs.parquet"
+    pl.read_parquet(path).with_columns(pl.lit(evil).alias("chosen")).write_parquet(path)
+    write_json(
+        folder / "sweep" / "guards.json",
+        [{"guard": 1, "name": evil, "valid": False, "evidence": {evil: evil}, "reason": evil}],
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    write_report(folder, out, evil)
+    page = Page((out / "report.html").read_text(encoding="utf-8"))
+    assert not {"script", "img"} & {tag for tag, _ in page.tags}
+    assert page.text.count("alert(1)") > 10
+
+
+def test_failed_guard_makes_the_run_invalid_with_its_reason(artifacts: Make, tmp_path: Path) -> None:
+    folder = artifacts()
+    write_json(folder / "sweep" / "guards.json", [
+        {"guard": 5, "name": "load fidelity", "valid": False, "evidence": {"lag_p99_ms": 812.0}, "reason": "sent late"},
+    ])  # fmt: skip
+    metrics, page, words = write(folder, tmp_path)
+    assert (metrics["report/valid"], metrics["report/reasons"]) == (0, 1)
+    assert "guard 5, load fidelity: sent late" in page.text
+    assert page.row("5 load fidelity") == ["5 load fidelity", "INVALID", "lag p99 ms: 812", "sent late"]
+    assert words.startswith("**INVALID**")
+    assert "sent late" in words
+
+
+def test_engine_that_runs_otherwise_than_asked_makes_the_run_invalid(artifacts: Make) -> None:
+    folder = artifacts()
+    realised = read_json(folder / "serve" / "realised.json")
+    difference = {"name": "kv_cache_dtype", "asked": "auto", "resolved": "fp8"}
+    write_json(folder / "serve" / "realised.json", {**realised, "differences": [difference]})
+    assert judge(read_results(folder)) == Verdict(False, ["engine: kv_cache_dtype: asked: auto; resolved: fp8"], [])
+
+
+def test_displacement_is_a_warning_of_a_valid_run(artifacts: Make) -> None:
+    folder = artifacts()
+    found = read_json(folder / "train_dpo" / "displacement.json")
+    write_json(folder / "train_dpo" / "displacement.json", {**found, "verdict": "severe", "reasons": ["both fell"]})
+    assert judge(read_results(folder)) == Verdict(True, [], ["preference training: severe (both fell)"])
+
+
+def test_random_weights_carry_a_banner(artifacts: Make, tmp_path: Path) -> None:
+    model = {"kind": "random", "num_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
+             "num_kv_heads": 1, "vocab_size": 1024, "max_position": 1024}  # fmt: skip
+    _, page, words = write(artifacts(model=model), tmp_path)
+    assert "Random weights: for tests, never for a claim." in page.text
+    assert "Random weights, no claim." in words
+
+
+def test_untrained_and_unquantised_read_as_not_run(artifacts: Make, tmp_path: Path) -> None:
+    folder = artifacts(train={"kind": "none"}, quantize={"kind": "none"})
+    metrics, page, _ = write(folder, tmp_path)
+    assert metrics["report/valid"] == 1
+    assert page.row("Perplexity (not quantised)")[1:3] == ["15.39", "same"]
+    assert "Training was not run" in page.text
+    assert "not quantised · not trained" in page.text
+
+
+@pytest.mark.parametrize("stage", ["filter_pairs", "train_dpo", "calibrate", "quantize", "serve", "sweep", "score"])
+def test_a_missing_stage_is_said(artifacts: Make, tmp_path: Path, stage: str) -> None:
+    folder = artifacts()
+    shutil.rmtree(folder / stage)
+    for kind in ("metrics", "provenance"):
+        (folder / f"{stage}.{kind}.json").unlink()
+    metrics, page, _ = write(folder, tmp_path)
+    assert metrics["report/stages_missing"] == 1
+    assert page.row(stage)[1] == "not run"
+    assert metrics["report/valid"] == (0 if stage in ("sweep", "score") else 1)
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_payload_files_may_be_missing(artifacts: Make, tmp_path: Path, part: int) -> None:
+    """Two thirds of the files are taken away, each third kept once."""
+    folder = artifacts()
+    files = sorted(path for path in folder.glob("*/*") if path.name != "manifest.json")
+    assert len(files) > 12
+    for path in files[part::3] + files[(part + 1) % 3 :: 3]:
+        path.unlink()
+    _, page, _ = write(folder, tmp_path)
+    assert page.row("fetch_model")[2] == "30.0 s"
+
+
+def test_empty_folder_gives_an_invalid_page(tmp_path: Path) -> None:
+    (tmp_path / "artifacts").mkdir()
+    metrics, page, words = write(tmp_path / "artifacts", tmp_path)
+    assert (metrics["report/valid"], metrics["report/stages_missing"]) == (0, 9)
+    assert "Nothing was measured." in page.text
+    assert words.startswith("**INVALID**")
+
+
+def test_broken_artifact_is_named(artifacts: Make, tmp_path: Path) -> None:
+    folder = artifacts()
+    (folder / "sweep" / "guards.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"guards\.json: not JSON"):
+        write(folder, tmp_path)
+
+
+@pytest.mark.parametrize("reason", ["short", "long " * 80])
+def test_card_has_at_most_60_words(artifacts: Make, reason: str) -> None:
+    folder = artifacts()
+    write_json(folder / "sweep" / "guards.json", [
+        {"guard": i, "name": "x", "valid": False, "evidence": {}, "reason": reason} for i in range(5)
+    ])  # fmt: skip
+    results = read_results(folder)
+    words = card(results, judge(results), "a name")
+    assert len(words.split()) <= 60
+    assert "[report.html](report.html)" in words
+    assert "(and 4 more)" in words
