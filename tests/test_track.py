@@ -125,7 +125,7 @@ def test_tracking_again_changes_nothing(project: Path) -> None:
 
 
 def test_report_stage_leaves_a_complete_run(project: Path, tmp_path: Path) -> None:
-    """Inside the stage the report lies in a temporary folder, without metrics file and lock entry; later it does not."""
+    """Inside the stage the report lies in a temporary folder, without metrics file and lock entry."""
     out = tmp_path / "temporary"
     out.mkdir()
     (out / "report.html").write_text("<p>page</p>", encoding="utf-8")

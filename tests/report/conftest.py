@@ -82,8 +82,9 @@ def pairs(folder: Path, draw: random.Random) -> dict[str, float]:
     """40 pairs, the upper quarter of the training ones dropped."""
     scored = sorted(draw.gauss(-2, 1) for _ in range(40))
     rows = [
-        {"pair_id": f"p{i}", "source": "made up", "prompt": f"Question {i}?", "chosen": f" yes {i}", "rejected": f" no {i}",
-         "split": "heldout" if i % 5 == 0 else "train", "conversational": False, "ches": score * 100, "ln_ches": score,
+        {"pair_id": f"p{i}", "source": "made up", "prompt": f"Question {i}?", "chosen": f" yes {i}",
+         "rejected": f" no {i}", "split": "heldout" if i % 5 == 0 else "train", "conversational": False,
+         "ches": score * 100, "ln_ches": score,
          "cosine": 0.5, "edit_similarity": 0.8, "chosen_tokens": 5, "rejected_tokens": 5, "prompt_tokens": 6,
          "kept": i % 5 == 0 or i < 30}
         for i, score in enumerate(scored)
@@ -185,8 +186,9 @@ def sweep(folder: Path, draw: random.Random, params: dict[str, Any]) -> dict[str
                 own[-1].update(status="refused", first_token_s=None, done_s=None, error="HTTP 503")
             rows += own
             prefix = f"sweep/{shape['name']}/r{rate:g}"
-            metrics |= {f"{prefix}/ttft_p50_ms": 612.0, f"{prefix}/ttft_p90_ms": 1403.0, f"{prefix}/ttft_p99_ms": 1777.0,
-                        f"{prefix}/itl_p50_ms": 51.2, f"{prefix}/itl_p90_ms": 66.6, f"{prefix}/tpot_p50_ms": 52.0,
+            metrics |= {f"{prefix}/ttft_p50_ms": 612.0, f"{prefix}/ttft_p90_ms": 1403.0,
+                        f"{prefix}/ttft_p99_ms": 1777.0, f"{prefix}/itl_p50_ms": 51.2, f"{prefix}/itl_p90_ms": 66.6,
+                        f"{prefix}/tpot_p50_ms": 52.0,
                         f"{prefix}/e2e_p50_ms": 2000.0, f"{prefix}/goodput_tok_s": 23.4 * rate,
                         f"{prefix}/attainment": 0.95 if rate < 1 else 0.7}  # fmt: skip
     pl.DataFrame(rows, infer_schema_length=None).write_parquet(folder / "sweep" / "requests.parquet")
@@ -195,7 +197,8 @@ def sweep(folder: Path, draw: random.Random, params: dict[str, Any]) -> dict[str
         {"elapsed_s": times, "running": [1.0 + i % 3 for i in range(60)], "waiting": [0.0] * 60}
     ).write_parquet(folder / "sweep" / "server_samples.parquet")
     write_json(folder / "sweep" / "guards.json", [
-        {"guard": 1, "name": "unique prompts", "valid": True, "evidence": {"prompts": 90, "hit_rate": 0.0}, "reason": ""},
+        {"guard": 1, "name": "unique prompts", "valid": True, "evidence": {"prompts": 90, "hit_rate": 0.0},
+         "reason": ""},
         {"guard": 6, "name": "survivors", "valid": True, "evidence": {"unfinished": 0}, "reason": ""},
     ])  # fmt: skip
     return metrics

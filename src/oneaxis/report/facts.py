@@ -15,7 +15,8 @@ from oneaxis.track import model_name
 
 SCORERS = {
     "acc": "sum of log-probabilities", "acc_norm": "per character (as lm-eval)", "acc_bytes": "per UTF-8 byte",
-    "acc_per_token": "per token", "pmi_dc": "against the premise", "letter": "letter", "letter_permuted": "letter, all rotations",
+    "acc_per_token": "per token", "pmi_dc": "against the premise", "letter": "letter",
+    "letter_permuted": "letter, all rotations",
 }  # fmt: skip
 """Scorers in the order of the page, with what each does."""
 
@@ -31,14 +32,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text. `align` has one letter a column: l, r, or s for a status that takes the row's tone. `tones` has one word a row: good, bad or nothing."""
+    """Cells as text, to be shown as they are."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     align: str
+    """One letter a column: l, r, or s for a status, which takes the row's tone."""
     caption: str = ""
     note: str = ""
     tones: Sequence[str] = field(default_factory=tuple)
+    """One word a row: good, bad or nothing."""
     folded: bool = False
     """Shown only when the reader opens it."""
 
@@ -138,9 +141,9 @@ def judge(results: Results) -> Verdict:
     summary = results.document("score", "summary.json")
     if not summary or not summary.get("tasks"):
         reasons.append("score: no items were scored")
-    if results.section("quantize").get("kind") not in (None, "none"):
-        if results.document("quantize", "perplexity.json") is None and "quantize/delta_nll" not in results.metrics:
-            reasons.append("quantize: perplexity was not measured on the written checkpoint")
+    quantised = "quantize" in results.manifests and results.section("quantize")["kind"] != "none"
+    if quantised and "quantize/delta_nll" not in results.metrics:
+        reasons.append("quantize: perplexity was not measured on the written checkpoint")
     displacement = results.document("train_dpo", "displacement.json")
     if displacement and displacement["verdict"] != "healthy":
         said = "; ".join(displacement.get("reasons") or [])
@@ -242,7 +245,7 @@ def latency(results: Results, intervals: Mapping[tuple[str, float], Mapping[str,
     return Table(
         head=("Shape", "req/s", "n", "TTFT p50 ms", "TTFT p90 ms", "ITL p50 ms", "ITL p90 ms", "goodput tok/s",
               "attainment"), rows=rows, align="lrrrrrrrr", tones=tones, caption="Latency and goodput",
-        note="In brackets: 95% intervals; “?” where so few requests bound no upper end. Failed requests count as misses.",
+        note="In brackets: 95% intervals; “?” where so few requests bound no upper end. A failed request is a miss.",
     )  # fmt: skip
 
 

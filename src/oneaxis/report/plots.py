@@ -162,7 +162,7 @@ def pair_scores(kept: Sequence[float], dropped: Sequence[float], score: str, cut
     def paint(canvas: Canvas) -> None:
         axes = _axes(canvas)
         parts = [np.clip(kept, edges[0], edges[-1]), np.clip(dropped, edges[0], edges[-1])]
-        axes.hist(parts, bins=edges, stacked=True, color=[SERIES[0], SERIES[1]], edgecolor=PAPER, linewidth=0.5,
+        axes.hist(parts, bins=edges.tolist(), stacked=True, color=[SERIES[0], SERIES[1]], edgecolor=PAPER, linewidth=0.5,
                   label=[f"kept ({len(kept)})", f"dropped ({len(dropped)})"])  # fmt: skip
         if cutoff is not None and edges[0] <= cutoff <= edges[-1]:
             axes.axvline(cutoff, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label=f"cutoff {cutoff:.3g}")
@@ -213,7 +213,8 @@ def ecdf(cells: Mapping[str, Sequence[float]], bound_ms: float | None) -> Plot:
         canvas.legend(loc="outside upper left", ncols=2)
 
     return draw("ecdf", f"Cumulative distribution of time to first token in {len(cells)} cells.",
-                "Further left is faster. A curve that ends below 1 has requests that never answered.", paint, height=3.3)  # fmt: skip
+                "Further left is faster. A curve that ends below 1 has requests that never answered.", paint,
+                height=3.3)  # fmt: skip
 
 
 def timeline(cells: Mapping[str, Sequence[tuple[float, float | None, float | None]]]) -> Plot:
@@ -291,7 +292,8 @@ def server(series: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Plo
         canvas.legend(loc="outside upper left", ncols=3)
 
     return draw("server", "Requests running and waiting in the engine over time.",
-                "Waiting requests that keep growing mean that the rate is beyond what the engine can do.", paint)  # fmt: skip
+                "Waiting requests that keep growing mean that the rate is beyond what the engine can do.",
+                paint)  # fmt: skip
 
 
 def accuracies(rows: Sequence[tuple[str, str, float, float]], chance: Mapping[str, float]) -> Plot:

@@ -43,8 +43,8 @@ def quality(results: Results) -> Section:
     if before is not None and after is not None and "quantize/delta_nll" in m:
         both = before.join(after, on=["sequence", "position"], suffix="_after", validate="1:1")
         change = both.group_by("sequence").agg((pl.col("nll_after") - pl.col("nll")).mean().alias("change"))
-        section.plots.append(plots.paired_change(change["change"].to_list(), m["quantize/delta_nll"],
-                                                 m["quantize/delta_nll_ci_low"], m["quantize/delta_nll_ci_high"]))  # fmt: skip
+        effect, low, high = (m[f"quantize/delta_nll{end}"] for end in ("", "_ci_low", "_ci_high"))
+        section.plots.append(plots.paired_change(change["change"].to_list(), effect, low, high))
     outliers = results.table("calibrate", "outliers.parquet")
     if outliers is not None:
         section.plots.append(plots.by_layer(
@@ -61,7 +61,8 @@ def quality(results: Results) -> Section:
             caption="The error of a layer's output on calibration activations, against the layer before quantisation.",
         ))  # fmt: skip
     rows = [
-        ["Fold alone changes float32 logits by at most", text.number(m.get("quantize/fold_error_max")), "of their absmax"],
+        ["The fold alone changes float32 logits by up to", text.number(m.get("quantize/fold_error_max")),
+         "of their absmax"],
         ["Largest outlier ratio", text.number(m.get("calibrate/outlier_ratio_max")), "absmax / p99.9"],
         ["Channels beyond their calibrated range on held-out text",
          text.percent(m.get("calibrate/channels_exceeded_share"), 2), "of channels"],
@@ -256,7 +257,7 @@ def _engine_queue(results: Results) -> dict[str, tuple[Sequence[float], Sequence
         return {}
     samples = samples.sort(times)
     wanted = {"running": "running", "waiting": "waiting"}
-    found = {}
+    found: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     for title, part in wanted.items():
         column = next((name for name in samples.columns if part in name), None)
         if column:
@@ -301,8 +302,9 @@ def scoring(results: Results) -> Section:
     settings = results.section("score")
     premises = settings.get("premises", {})
     section.tables.append(Table(
-        ("Task", "premise of pmi_dc"), [[task, repr(premises.get(task, premises.get("default", "")))] for task in tasks],
-        "ll", caption="Premises", note=f"Scored by {summary.get('engine', '?')} in {summary.get('dtype', '?')}.",
+        ("Task", "premise of pmi_dc"),
+        [[task, repr(premises.get(task, premises.get("default", "")))] for task in tasks], "ll", caption="Premises",
+        note=f"Scored by {summary.get('engine', '?')} in {summary.get('dtype', '?')}.",
     ))  # fmt: skip
     letters = []
     for task, facts in tasks.items():
@@ -310,13 +312,13 @@ def scoring(results: Results) -> Section:
         if letter:
             for options, prior in letter.get("prior", {}).items():
                 shares = ", ".join(f"{name} {text.percent(share, 0)}" for name, share in prior.items())
-                letters.append([task, options, shares, text.percent(letter["moved_share"], 0), text.count(letter["ties"]),
-                                text.count(letter["n"])])  # fmt: skip
+                letters.append([task, options, shares, text.percent(letter["moved_share"], 0),
+                                text.count(letter["ties"]), text.count(letter["n"])])  # fmt: skip
     if letters:
         section.tables.append(Table(
             ("Task", "options", "letter prior, over all rotations", "answers that move", "tied votes", "n"), letters,
             "lrlrrr", caption="Letter format",
-            note="A fair model's prior is flat. An answer moves when not every rotation of the options chooses the same.",
+            note="A fair model's prior is flat. An answer moves when the rotations of its options do not all agree.",
         ))  # fmt: skip
     return section
 
@@ -414,7 +416,8 @@ def provenance(results: Results) -> Section:
     section.lead = f"Where each number comes from. All stages together took {text.seconds(total)}."
     section.tables.append(Table(
         ("Stage", "started (UTC)", "took", "peak memory", "load before", "commit", "manifest sha256"), rows, "llrrrll",
-        caption="Stages", note="Memory: the stage or its largest child. Load: processes waiting for a CPU, one-minute mean.",
+        caption="Stages",
+        note="Memory: the stage or its largest child. Load: processes that want a CPU, one-minute mean.",
     ))  # fmt: skip
     last = results.provenance.get("sweep") or next(iter(results.provenance.values()))
     hardware = [[key.replace("_", " "), text.value_text(value)] for key, value in last.get("hardware", {}).items()]
