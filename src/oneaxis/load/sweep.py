@@ -37,7 +37,7 @@ from oneaxis.serve.metrics import metric_total, parse_metrics
 
 ALIVE_EVERY_S = 0.1
 SAMPLE_EVERY_S = 0.5
-SETTLE_S = 5.0
+SETTLE_S = 2.0
 """How long an engine may take to be idle, or to be seen dead, after the last request of a cell."""
 
 COUNTERS = {

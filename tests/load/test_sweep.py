@@ -1,0 +1,287 @@
+"""A whole sweep: against the scripted server (fast), and against the real engine on a tiny random model (slow).
+
+Oracle of the fast ones: the fake server's script and record. Faked there: the engine.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import polars as pl
+import psutil
+import pytest
+
+from oneaxis.config.schema import Gate, Load
+from oneaxis.errors import RunError
+from oneaxis.load.plan import Plan, draw_plan
+from oneaxis.load.sweep import Sweep, flat_metrics, judge, report_lines, run_sweep, summarise, summary_document
+from tests.load.fake_server import Answer, FakeServer, fake_server
+
+GATE = Gate(max_send_lag_p99_ms=100.0, max_prefix_hit_rate=0.01, max_token_disagreement=0.01)
+
+LOAD = Load.model_validate(
+    {
+        "arrival": "constant",
+        "shapes": [
+            {"name": "long", "prompt_tokens": 40, "output_tokens": 1},
+            {"name": "short", "prompt_tokens": 8, "output_tokens": 5},
+        ],
+        "rates_rps": [10.0],
+        "duration_s": 1.0,
+        "warmup_requests": 2,
+        "request_timeout_s": 3.0,
+        "service_class": {"ttft_ms": 400.0, "tpot_ms": 100.0},
+    }
+)
+
+
+@pytest.fixture
+def plan() -> Plan:
+    """Two shapes at 10 req/s for 1 s: 20 requests."""
+    import numpy as np
+
+    text = np.random.default_rng(2).integers(3, 90, size=500).astype(np.int32)
+    return draw_plan(LOAD, text, seed=0, session="test", repetition=0)
+
+
+def sweep_of(server: FakeServer, plan: Plan) -> Sweep:
+    return run_sweep(server, plan, duration_s=LOAD.duration_s, timeout_s=LOAD.request_timeout_s)
+
+
+def invalid(plan: Plan, sweep: Sweep, differences: Sequence[object] = ()) -> list[int]:
+    """Numbers of the guards that fail."""
+    return [guard.number for guard in judge(plan, sweep, summarise(sweep, LOAD), differences, GATE) if not guard.valid]
+
+
+def test_a_clean_sweep_end_to_end(plan: Plan) -> None:
+    with fake_server(Answer(gap_s=0.03)) as server:
+        sweep = sweep_of(server, plan)
+    assert invalid(plan, sweep) == []
+    # Every cell: its own warm-up, the reset, and then exactly the plan in its order.
+    measured = plan.arrivals["request_id"].to_list()
+    warmups = plan.warmups["request_id"].to_list()
+    reset = "/reset_prefix_cache"
+    assert sorted(server.calls[:2]) == warmups[:2]
+    assert server.calls[2] == reset
+    assert sorted(server.calls[3:13]) == measured[:10]
+    assert sorted(server.calls[13:15]) == warmups[2:]
+    assert server.calls[15] == reset
+    assert sorted(server.calls[16:]) == measured[10:]
+    assert sweep.requests["request_id"].to_list() == measured
+    assert not set(warmups) & set(measured)
+    # The server's counters over the measured requests only: 10 x 40 and 10 x 8 tokens in, 10 x 1 and 10 x 5 out.
+    counted = sweep.counters["long", 10.0]
+    assert (counted["prompt_tokens"], counted["output_tokens"], counted["preemptions"]) == (400, 10, 0)
+    assert (counted["prefix_cache_queries"], counted["prefix_cache_hits"]) == (400, 0)
+    assert sweep.counters["short", 10.0]["output_tokens"] == 50
+    assert [condition["prefix_cache_reset"] for condition in sweep.conditions] == [True, True]
+    assert sweep.samples.height >= 4
+    assert set(sweep.samples["kv_cache_usage"]) == {0.25}
+
+    cells = summarise(sweep, LOAD)
+    metrics = flat_metrics(cells, judge(plan, sweep, cells, [], GATE))
+    assert metrics["sweep/valid"] == 1
+    assert metrics["sweep/requests"] == 20
+    assert metrics["sweep/failed"] == 0
+    assert metrics["sweep/prefix_hit_rate"] == 0
+    assert metrics["sweep/short/r10/ttft_p50_ms"] == pytest.approx(30, abs=25)
+    assert metrics["sweep/short/r10/tpot_p50_ms"] == pytest.approx(30, abs=15)
+    assert metrics["sweep/short/r10/goodput_tok_s"] == pytest.approx(50 / 1.05, rel=0.15)
+    assert metrics["sweep/short/capacity_tok_s"] == metrics["sweep/short/r10/goodput_tok_s"]
+    assert not [name for name in metrics if name.startswith("sweep/long/r10/tpot")]
+
+
+def test_what_is_said_of_a_sweep(plan: Plan) -> None:
+    with fake_server(Answer(gap_s=0.03), answers={plan.arrivals["request_id"][0]: Answer(ending="hang", chunks=())},
+                     offers_reset=False) as server:  # fmt: skip
+        sweep = sweep_of(server, plan)
+    cells = summarise(sweep, LOAD)
+    verdicts = judge(plan, sweep, cells, [], GATE)
+    document = json.loads(json.dumps(summary_document(cells, verdicts, sweep, LOAD), allow_nan=False))
+    long, short = document["cells"]
+    # One of ten hangs: p90 is the ninth and is reached, p99 is not. A failure does not make the run INVALID.
+    assert document["valid"] is True
+    assert (long["failed"], long["attainment"]) == (1, 0.9)
+    assert long["not_reached"] == ["ttft_p99_ms", "e2e_p99_ms"]
+    assert (long["judged_on"], short["judged_on"]) == (["ttft"], ["ttft", "tpot"])
+    # Ten requests support a p50 (5), not a p90 (29) or a p99 (299).
+    assert long["supported"] == {"p50": True, "p90": False, "p99": False}
+    assert long["prefix_cache_reset"] is False
+    assert document["capacity"]["long"]["rate_rps"] == 10
+    metrics = flat_metrics(cells, verdicts)
+    assert "sweep/long/r10/ttft_p90_ms" in metrics
+    assert "sweep/long/r10/ttft_p99_ms" not in metrics
+    lines = report_lines(document, verdicts)
+    assert "failed 1" in lines[0]
+    assert "on TTFT alone" in lines[0]
+    assert "n too small for a p90" in lines[0]
+    assert lines[-1] == "load: VALID (6 guards)"
+
+
+def test_guards_fail_for_what_the_server_does(plan: Plan) -> None:
+    first = plan.arrivals["request_id"][0]
+    with fake_server(answers={first: Answer(finish_reason="stop")}) as server:
+        assert invalid(plan, sweep_of(server, plan)) == [7]
+    with fake_server(answers={first: Answer(usage_offset=2)}) as server:
+        assert invalid(plan, sweep_of(server, plan)) == [2, 7]
+    with fake_server() as server:
+        sweep = sweep_of(server, plan)
+        assert invalid(plan, sweep, ["kv_cache_dtype: fp8"]) == [3]
+        # Somebody else used the engine.
+        other = {name: {**counted, "output_tokens": 90.0} for name, counted in sweep.counters.items()}
+        shared = Sweep(sweep.requests, sweep.samples, other, sweep.conditions)
+        assert invalid(plan, shared) == [2]
+        # The slowest is left out.
+        fewer = Sweep(sweep.requests.head(19), sweep.samples, sweep.counters, sweep.conditions)
+        assert {5, 6} <= set(invalid(plan, fewer))
+
+
+def test_prompts_that_repeat_trip_the_guard_by_themselves_and_by_the_servers_counter(plan: Plan) -> None:
+    same = plan.arrivals["prompt_token_ids"].to_list()[-1]
+    copies = pl.Series("prompt_token_ids", [same] * plan.arrivals.height, dtype=pl.List(pl.Int32))
+    repeated = plan.arrivals.with_columns(copies)
+    with fake_server(reuse=True) as server:
+        sweep = sweep_of(server, Plan(repeated, plan.warmups))
+    cells = summarise(sweep, LOAD)
+    # 9 of 10 prompts of each cell come from the cache, which the reset had emptied before the cell.
+    assert cells["prefix_hit_rate"].to_list() == pytest.approx([0.9, 0.9])
+    # The plan that was meant is unique: the counter alone tells.
+    found = judge(plan, sweep, cells, [], GATE)[0]
+    assert not found.valid
+    assert "90.0% of the prompt tokens" in found.reason
+    assert "repeat another" in judge(Plan(repeated, plan.warmups), sweep, cells, [], GATE)[0].reason
+
+
+def test_an_engine_that_dies_in_the_middle_ends_the_sweep_at_once_with_its_last_words(plan: Plan) -> None:
+    started = time.perf_counter()
+    with fake_server(Answer(gap_s=0.3), kill_after=8) as server:
+        with pytest.raises(RunError, match="the engine died: out of memory in block 7"):
+            sweep_of(server, plan)
+    # Neither the plan (2 s and more) nor the time limit (3 s) is waited for.
+    assert time.perf_counter() - started < 2.5
+
+
+def test_an_engine_whose_last_request_kills_it(plan: Plan) -> None:
+    with fake_server(kill_after=24) as server:
+        with pytest.raises(RunError, match="out of memory in block 7"):
+            sweep_of(server, plan)
+
+
+def test_a_sweep_in_which_all_failed_is_no_result(plan: Plan) -> None:
+    with fake_server(Answer(http_status=503)) as server:
+        with pytest.raises(RunError, match=r"all 20 requests failed \(server_error 20\): HTTP 503"):
+            sweep_of(server, plan)
+
+
+# --- the real engine ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
+    """A folder with the tiny profile's settings, a random two-layer Llama as the served checkpoint, and text."""
+    from oneaxis.checkpoint.fetch import fetch_model
+    from oneaxis.config import compose, derived_paths, write_params
+
+    folder = tmp_path_factory.mktemp("project")
+    config = compose(root / "conf", ["profile=tiny", "quantize=none", "load.duration_s=4",
+                                     "load.warmup_requests=2", "gate.max_send_lag_p99_ms=500"])  # fmt: skip
+    write_params(config, folder)
+    checkpoint = folder / derived_paths(config.model_dump())["served"]
+    checkpoint.parent.mkdir(parents=True)
+    fetch_model(config.model, seed=0, root=root, out=checkpoint)
+    prepared = folder / "artifacts" / "prepare_data"
+    prepared.mkdir()
+    texts = [" ".join(f"word{(index * 7 + word) % 531} goes on" for word in range(60)) for index in range(40)]
+    rows = [{"doc_id": f"d{index}", "source": "made", "text": text} for index, text in enumerate(texts)]
+    pl.DataFrame(rows).write_parquet(prepared / "heldout.parquet")
+    return folder
+
+
+@pytest.mark.slow
+def test_real_engine_clean_and_with_prompts_that_repeat(project: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from oneaxis.config import load_stage_config
+    from oneaxis.load.plan import text_tokens
+    from oneaxis.serve import realised_config, running_engine
+
+    config, paths, _ = load_stage_config(project, "sweep")
+    served = project / paths["served"]
+    tokenizer = AutoTokenizer.from_pretrained(served)
+    texts = pl.read_parquet(project / "artifacts" / "prepare_data" / "heldout.parquet")["text"]
+    text = text_tokens(texts, lambda t: tokenizer.encode(t, add_special_tokens=False), set(tokenizer.all_special_ids))
+    load = config.load.model_copy(
+        update={
+            "shapes": [
+                shape.model_copy(update={"prompt_tokens": 300}) if shape.name == "prefill_heavy" else shape
+                for shape in config.load.shapes
+            ],
+            "rates_rps": [5.0],
+        }
+    )
+    plan = draw_plan(load, text, seed=0, session="a", repetition=0)
+    again = draw_plan(load, text, seed=1, session="b", repetition=0)
+    same = again.arrivals["prompt_token_ids"].to_list()[0]
+    one_shape = again.arrivals.filter(pl.col("shape") == "prefill_heavy")
+    copies = pl.Series("prompt_token_ids", [same] * one_shape.height, dtype=pl.List(pl.Int32))
+    repeated = Plan(one_shape.with_columns(copies), again.warmups)
+    limits = {"duration_s": load.duration_s, "timeout_s": load.request_timeout_s}
+    with running_engine(served, config.serve, log_path=project / "engine.log") as engine:
+        differences = realised_config(engine, served)["differences"]
+        sweep = run_sweep(engine, plan, **limits)
+        cached = run_sweep(engine, repeated, **limits)
+
+    cells = summarise(sweep, load)
+    verdicts = judge(plan, sweep, cells, differences, config.gate)
+    assert [guard for guard in verdicts if not guard.valid] == []
+    assert cells["failed"].to_list() == [0, 0]
+    assert cells["prefix_hit_rate"].to_list() == [0, 0]
+    # The server's own counters, exactly: tokens in and out of the measured requests.
+    for cell in cells.iter_rows(named=True):
+        shape = next(shape for shape in load.shapes if shape.name == cell["shape"])
+        assert cell["server_prompt_tokens"] == cell["n"] * shape.prompt_tokens
+        assert cell["server_output_tokens"] == cell["n"] * shape.output_tokens
+    assert [condition["prefix_cache_reset"] for condition in sweep.conditions] == [True, True]
+
+    found = judge(repeated, cached, summarise(cached, load), differences, config.gate)
+    assert [guard.number for guard in found if not guard.valid] == [1]
+    # Whole blocks only: up to 256 of 300 tokens at a block size of 128, for all requests but the first.
+    assert summarise(cached, load)["prefix_hit_rate"][0] > 0.5
+    assert "prefix cache" in found[0].reason
+
+
+@pytest.mark.slow
+def test_real_engine_killed_in_the_middle_of_the_load(project: Path, root: Path) -> None:
+    stage = subprocess.Popen(
+        [sys.executable, str(root / "stages" / "sweep.py")],
+        cwd=project,
+        env=os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    log = project / ".oneaxis" / "logs" / "sweep-engine.log"
+    deadline = time.monotonic() + 300
+    # The load has begun when the cache was reset and a request came after it.
+    while time.monotonic() < deadline and stage.poll() is None:
+        lines = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+        if "POST /v1/completions" in lines.partition("Resetting prefix cache")[2]:
+            break
+        time.sleep(0.05)
+    engine = psutil.Process(stage.pid).children(recursive=True)
+    assert engine
+    # The engine core, the server's own child: the server itself is still there to answer for a moment.
+    core = max(engine, key=lambda process: process.memory_info().rss if process.children() == [] else 0)
+    core.kill()
+    killed = time.monotonic()
+    _, error = stage.communicate(timeout=60)
+    assert stage.returncode == 1, error
+    assert "the engine died" in error.splitlines()[-1]
+    assert time.monotonic() - killed < 40
+    assert not (project / "artifacts" / "sweep").exists()
+    assert not list((project / "artifacts").glob(".tmp-*"))
+    assert [process for process in engine if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
