@@ -1,0 +1,29 @@
+"""score: the served checkpoint on multiple-choice items; one log-probability table, and every scorer read from it."""
+
+from oneaxis.artifacts import write_json
+from oneaxis.stage import Stage, run
+
+
+def work(stage: Stage) -> dict[str, float]:
+    """Write table.parquet, items_scored.parquet and summary.json."""
+    from oneaxis.score.scoring import read_items, score_checkpoint
+
+    items = read_items(stage.artifact("prepare_data", "items.parquet"))
+    scored = score_checkpoint(
+        stage.served,
+        items,
+        stage.config.score,
+        stage.config.serve,
+        stage.config.seed,
+        log=stage.root / ".oneaxis" / "score-engine.log",
+        observed=stage.observed,
+    )
+    scored.table.write_parquet(stage.out / "table.parquet")
+    scored.items.write_parquet(stage.out / "items_scored.parquet")
+    write_json(stage.out / "summary.json", scored.summary)
+    stage.notes.update(items=len(items), dropped=scored.dropped, engine=stage.config.score.engine)
+    return scored.metrics
+
+
+if __name__ == "__main__":
+    run("score", work)

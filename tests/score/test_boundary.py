@@ -1,0 +1,132 @@
+"""Where the continuation begins, on hand-made merges, and as properties over random texts and a trained BPE."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from oneaxis.errors import UserError
+from oneaxis.score.boundary import common_prefix, encode_contexts, text_encoder
+from oneaxis.score.contexts import Context, Item
+
+
+def hand_made(*merges: tuple[str, str], template: str | None = None) -> PreTrainedTokenizerFast:
+    """Bytes and the given merges (Ġ is the space); ids of bytes are not needed, tokens are compared as text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, *("".join(merge) for merge in merges)])}
+    bpe = Tokenizer(models.BPE(vocabulary, list(merges)))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    if template:
+        bpe.add_special_tokens(["<s>", "</s>"])
+        special = [(name, bpe.token_to_id(name)) for name in ("<s>", "</s>")]
+        bpe.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+def context(prompt: str, *texts: str) -> Context:
+    """A question context with these options."""
+    return Context(Item("i7", "t", "?", texts, 0), "question", 0, prompt, tuple(range(len(texts))), texts)
+
+
+def encoded(tokenizer: Any, one: Context, max_tokens: int = 1000) -> tuple[list[list[str]], int, int, int]:
+    """Tokens as text, start, backed off, truncated."""
+    encode, leading = text_encoder(tokenizer)
+    (result,) = encode_contexts([one], encode, leading, max_tokens)
+    tokens = [tokenizer.convert_ids_to_tokens(list(ids)) for ids in result.ids]
+    assert result.boundary == (f"backed_off:{result.backed_off}" if result.backed_off else "clean")
+    return tokens, result.start, result.backed_off, result.truncated
+
+
+def test_a_clean_boundary_starts_after_the_prompt() -> None:
+    tokens, start, backed_off, truncated = encoded(hand_made(("Ġ", "a")), context("Q:", "a", "b"))
+    assert tokens == [["Q", ":", "Ġa"], ["Q", ":", "Ġ", "b"]]
+    assert (start, backed_off, truncated) == (2, 0, 0)
+
+
+def test_a_merge_across_the_boundary_backs_off_for_all_options_of_the_item() -> None:
+    """ ":Ġa" is one token, so option a is scored from after "Q"; option b is too, else a alone would pay for ":"."""
+    tokens, start, backed_off, _ = encoded(hand_made(("Ġ", "a"), (":", "Ġa")), context("Q:", "a", "b"))
+    assert tokens == [["Q", ":Ġa"], ["Q", ":", "Ġ", "b"]]
+    assert (start, backed_off) == (1, 1)
+
+
+def test_bos_leads_and_eos_is_left_away() -> None:
+    tokenizer = hand_made(("Ġ", "a"), template="<s> $A </s>")
+    tokens, start, backed_off, _ = encoded(tokenizer, context("Q:", "a", "b"))
+    assert tokens == [["<s>", "Q", ":", "Ġa"], ["<s>", "Q", ":", "Ġ", "b"]]
+    assert (start, backed_off) == (3, 0)
+
+
+def test_with_bos_even_a_wholly_merged_prompt_has_something_before_it() -> None:
+    tokenizer = hand_made((":", "Ġ"), template="<s> $A")
+    assert encoded(tokenizer, context(":", "a")) == ([["<s>", ":Ġ", "a"]], 1, 1, 0)
+    with pytest.raises(UserError, match="item i7, question context: prompt ':' leaves no token before the options"):
+        encoded(hand_made((":", "Ġ")), context(":", "a"))
+
+
+def test_a_long_prompt_is_cut_from_the_left_behind_bos_equally_for_all_options() -> None:
+    """<s> W X Y Z : Ġ b are 8 tokens: to fit 6, W and X go, from option a's sequence too."""
+    tokenizer = hand_made(("Ġ", "a"), template="<s> $A")
+    tokens, start, backed_off, truncated = encoded(tokenizer, context("WXYZ:", "a", "b"), max_tokens=6)
+    assert tokens == [["<s>", "Y", "Z", ":", "Ġa"], ["<s>", "Y", "Z", ":", "Ġ", "b"]]
+    assert (start, backed_off, truncated) == (4, 0, 2)
+
+
+def test_an_option_that_leaves_no_room_for_a_prompt_is_refused() -> None:
+    with pytest.raises(UserError, match=r"item i7.*no room for a prompt; allowed: 4 tokens"):
+        encoded(hand_made(), context("WXYZ:", "abc"), max_tokens=4)
+    tokens, start, _, truncated = encoded(hand_made(), context("WXYZ:", "abc"), max_tokens=5)
+    assert (tokens, start, truncated) == ([[":", "Ġ", "a", "b", "c"]], 1, 4)
+
+
+def test_common_prefix_of_literal_sequences() -> None:
+    assert common_prefix([[1, 2, 3], [1, 2, 4], [1, 2]]) == 2
+    assert common_prefix([[1, 2], [1, 2]]) == 2
+    assert common_prefix([[1], [2]]) == 0
+    assert common_prefix([[5, 6]]) == 2
+
+
+# Texts that the trained BPE has merges for, and any others.
+WORDS = st.one_of(st.sampled_from(["flies", "at the pole", "A", "a baker", "s: A"]), st.text(min_size=1, max_size=8))
+PROMPTS = st.one_of(st.sampled_from(["Answer:", "Question: what do\nAnswer:", "flies\nAns"]), st.text(max_size=20))
+
+
+@given(prompt=PROMPTS, options=st.lists(WORDS, min_size=1, max_size=4))
+def test_tokens_are_those_of_the_whole_text_and_the_start_is_the_latest_common_one(
+    tokenizer: PreTrainedTokenizerFast, prompt: str, options: list[str]
+) -> None:
+    prompt = "Q" + prompt.rstrip()
+    encode, leading = text_encoder(tokenizer)
+    one = context(prompt, *options)
+    alone = encode([prompt])[0]
+    wholes = [encode([prompt + " " + option])[0] for option in options]
+    agree = [index for index in range(len(alone)) if all(whole[: index + 1] == alone[: index + 1] for whole in wholes)]
+    if not agree:
+        with pytest.raises(UserError, match="leaves no token before the options"):
+            encode_contexts([one], encode, leading, 1000)
+        return
+    (result,) = encode_contexts([one], encode, leading, 1000)
+    assert [list(ids) for ids in result.ids] == wholes
+    assert result.start == agree[-1] + 1
+    assert result.backed_off == len(alone) - result.start
+    for ids, option in zip(result.ids, options, strict=True):
+        scored = b"".join(_bytes(token) for token in tokenizer.convert_ids_to_tokens(list(ids[result.start :])))
+        assert scored.endswith((" " + option).encode("utf-8"))
+
+
+def _bytes(token: str) -> bytes:
+    """The bytes of a byte-level token (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(value): value for value in printable}
+    rest = [value for value in range(256) if value not in printable]
+    table.update({chr(256 + index): value for index, value in enumerate(rest)})
+    return bytes(table[character] for character in token)
+
+
+def test_the_trained_tokenizer_does_merge_across_the_boundary(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Else the properties above would be tried on clean boundaries only."""
+    assert encoded(tokenizer, context("Question: what do frogs eat?\nAnswer:", "flies", "at"))[2] > 0
