@@ -117,3 +117,19 @@ def test_items_are_read_in_their_order(tmp_path: Path) -> None:
               "answer": pl.Int64, "topic": pl.String}  # fmt: skip
     pl.DataFrame(rows, schema=schema, orient="row").write_parquet(tmp_path / "items.parquet")
     assert read_items(tmp_path / "items.parquet") == ITEMS
+
+
+@pytest.mark.slow
+def test_the_engine_and_this_process_agree(checkpoint: Path, root: Path, tmp_path: Path) -> None:
+    """vLLM and transformers, both in float32: token by token within 1e-4 nats."""
+    overrides = ["profile=tiny", "score.letter.items_per_task=1", "serve.max_model_len=256"]
+    here = compose(root / "conf", overrides)
+    there = compose(root / "conf", [*overrides, "score.engine=vllm"])
+    local, _ = scored(checkpoint, here, ITEMS, tmp_path)
+    remote, observed = scored(checkpoint, there, ITEMS, tmp_path)
+    assert remote.table.drop("logprobs", "logprob").equals(local.table.drop("logprobs", "logprob"))
+    assert remote.table["logprobs"].explode().to_list() == pytest.approx(
+        local.table["logprobs"].explode().to_list(), abs=1e-4
+    )
+    assert remote.summary["engine"] == "vllm"
+    assert "cold_start" in observed
