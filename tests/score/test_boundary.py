@@ -52,6 +52,7 @@ def test_a_merge_across_the_boundary_backs_off_for_all_options_of_the_item() -> 
     tokens, start, backed_off, _ = encoded(hand_made(("Ġ", "a"), (":", "Ġa")), context("Q:", "a", "b"))
     assert tokens == [["Q", ":Ġa"], ["Q", ":", "Ġ", "b"]]
     assert (start, backed_off) == (1, 1)
+    assert encoded(hand_made(("Ġ", "a"), (":", "Ġa")), context("Q:", "b", "a"))[1:3] == (1, 1)
 
 
 def test_bos_leads_and_eos_is_left_away() -> None:

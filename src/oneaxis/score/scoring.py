@@ -3,6 +3,7 @@
 `engine=transformers` scores in this process; `engine=vllm` asks a vLLM engine, in the same dtype.
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,16 +117,16 @@ def _by_transformers(
     checkpoint: Path, contexts: Sequence[Context], settings: Score, observed: dict[str, Any]
 ) -> tuple[list[Encoded], list[list[list[float]]]]:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from oneaxis.checkpoint.load import load_for_measuring
     from oneaxis.score.local import log_probabilities
 
     started = time.monotonic()
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, settings.dtype)).eval()
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model, tokenizer = load_for_measuring(checkpoint, getattr(torch, settings.dtype))
     encode, leading = text_encoder(tokenizer)
-    # The last token of a sequence is scored, not read: one token more than the positions fits.
-    encoded = encode_contexts(contexts, encode, leading, model.config.max_position_embeddings + 1)
+    # The last token of a sequence is scored, not read: one token more than the positions fits. Some models name no limit.
+    positions = getattr(model.config, "max_position_embeddings", sys.maxsize - 1)
+    encoded = encode_contexts(contexts, encode, leading, positions + 1)
     loaded = time.monotonic()
     flat, work = log_probabilities(model, targets_of(contexts, encoded), settings.batch_tokens)
     seconds = time.monotonic() - loaded
@@ -143,12 +144,11 @@ def _by_transformers(
 def _by_vllm(
     checkpoint: Path, contexts: Sequence[Context], settings: Score, serve: Serve, log: Path, observed: dict[str, Any]
 ) -> tuple[list[Encoded], list[list[list[float]]]]:
-    from transformers import AutoTokenizer
-
+    from oneaxis.checkpoint.load import load_tokenizer
     from oneaxis.score.remote import log_probabilities
     from oneaxis.serve import running_engine
 
-    encode, leading = text_encoder(AutoTokenizer.from_pretrained(checkpoint))
+    encode, leading = text_encoder(load_tokenizer(checkpoint))
     # One token is generated behind each sequence.
     encoded = encode_contexts(contexts, encode, leading, serve.max_model_len - 1)
     engine_settings = serve.model_copy(update={"dtype": settings.dtype})
