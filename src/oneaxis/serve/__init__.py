@@ -3,5 +3,6 @@
 from oneaxis.serve.engine import Engine, running_engine
 from oneaxis.serve.metrics import metric_total
 from oneaxis.serve.realised import realised_config
+from oneaxis.serve.smoke import smoke_answers
 
-__all__ = ["Engine", "metric_total", "realised_config", "running_engine"]
+__all__ = ["Engine", "metric_total", "realised_config", "running_engine", "smoke_answers"]

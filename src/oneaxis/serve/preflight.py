@@ -101,8 +101,8 @@ def _listener(port: int) -> str:
     """` by python (pid 12)`, as far as this user may see it."""
     try:
         for connection in psutil.net_connections(kind="tcp"):
-            listens = connection.status == psutil.CONN_LISTEN and connection.laddr
-            if listens and connection.laddr[1] == port and connection.pid:
+            listens = connection.status == psutil.CONN_LISTEN and getattr(connection.laddr, "port", None) == port
+            if listens and connection.pid:
                 return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
     except (psutil.Error, OSError):
         pass
