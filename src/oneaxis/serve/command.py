@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from oneaxis.config.schema import Serve
 from oneaxis.errors import UserError
+from oneaxis.serve import launch
 from oneaxis.stage import QUIET
 
 Device = Literal["cpu", "gpu"]
@@ -185,7 +186,7 @@ def engine_command(checkpoint: Path, settings: Serve, *, served_name: str, port:
         own["kv_cache_memory_bytes"] = kv_cache_bytes(settings)
     if single_process(settings, device):
         own["distributed_executor_backend"] = "uni"
-        entry = [str(Path(__file__).with_name("launch.py"))]
+        entry = [launch.__file__]
     else:
         entry = ["-m", "vllm.entrypoints.launchers.api_server.entry"]
     return [sys.executable, "-P", *entry, *flags(own), *flags(settings.engine_args)]

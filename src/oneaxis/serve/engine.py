@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from oneaxis.config.schema import Serve
 from oneaxis.errors import RunError, UserError
+from oneaxis.serve import guard
 from oneaxis.serve.command import (
     Device,
     check_engine_args,
@@ -37,7 +38,14 @@ from oneaxis.serve.command import (
 )
 from oneaxis.serve.log import MARKS, last_lines, refused_arguments, root_error
 from oneaxis.serve.metrics import parse_metrics
-from oneaxis.serve.preflight import available_bytes, check_checkpoint, check_memory, reserve_port, weights_bytes
+from oneaxis.serve.preflight import (
+    available_bytes,
+    check_checkpoint,
+    check_length,
+    check_memory,
+    reserve_port,
+    weights_bytes,
+)
 
 STOP_GRACE_S = 10.0
 TOKEN = "ONEAXIS_ENGINE"
@@ -170,7 +178,7 @@ def running_engine(
     """
     device = engine_device()
     check_engine_args(settings.engine_args, known_arguments())
-    check_checkpoint(checkpoint)
+    check_length(check_checkpoint(checkpoint), settings)
     if device == "cpu":
         check_memory(weights_bytes(checkpoint), settings, available=available_bytes())
     port, holder = reserve_port(settings.port)
@@ -184,11 +192,11 @@ def running_engine(
         if dropped:
             print(f"oneaxis: not passed to the engine: {', '.join(dropped)} (use serve.engine_args)", file=sys.stderr)
         command = engine_command(checkpoint.resolve(), settings, served_name=served_name, port=port, device=device)
-        guard = [sys.executable, "-P", "-S", str(Path(__file__).with_name("guard.py"))]
+        keeper = [sys.executable, "-P", "-S", guard.__file__]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("wb") as log:
             process = subprocess.Popen(
-                [*guard, str(os.getpid()), str(pipe), str(STOP_GRACE_S), str(folder), *command],
+                [*keeper, str(os.getpid()), str(pipe), str(STOP_GRACE_S), str(folder), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

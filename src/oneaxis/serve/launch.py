@@ -13,9 +13,6 @@ import multiprocessing
 import os
 import signal
 
-import vllm.v1.engine.utils as engine_utils
-from vllm.entrypoints.launchers.api_server.entry import main
-
 PR_SET_PDEATHSIG = 1
 
 
@@ -23,7 +20,15 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run vLLM's OpenAI server with the arguments of this process."""
+    import vllm.v1.engine.utils as engine_utils
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
     os.register_at_fork(after_in_child=_die_with_parent)
     engine_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    serve()
+
+
+if __name__ == "__main__":
     main()

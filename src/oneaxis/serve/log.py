@@ -57,10 +57,10 @@ def root_error(lines: Sequence[str], *, max_chars: int = 400) -> str:
         if not _ERROR.match(text) or any(wrapper in text for wrapper in _WRAPPERS):
             continue
         if "validation error" in text:
-            # pydantic: the message stands on the lines that follow.
+            # pydantic: the message stands on a line that follows.
             following = (plain(later).strip() for later in lines[index + 1 : index + 6])
             reason = next((later for later in following if "rror, " in later), "")
-            text = f"{text}: {reason.partition(' [type=')[0]}" if reason else text
+            text = reason.partition("rror, ")[2].partition(" [type=")[0] or text
         found.append((line.startswith(("(EngineCore", "(Worker")), text))
     in_core = [text for core, text in found if core]
     chosen = (in_core or [text for _, text in found])[-1:]
@@ -76,5 +76,5 @@ def last_lines(lines: Sequence[str], num_lines: int) -> str:
 
 def kernels(lines: Sequence[str]) -> list[str]:
     """The kernels and attention backends that the engine says it uses, sorted, each once."""
-    pattern = re.compile(r"(?:Using|Selected) (\w+(?:Kernel|Method|_ATTN)\w*(?: for \w+)?)")
+    pattern = re.compile(r"(?:Using|Selected) (\w+(?= attention backend)|\w*(?:Kernel|_ATTN)\w*(?: for [\w-]+)?)")
     return sorted({found.group(1) for line in lines if (found := pattern.search(plain(line)))})

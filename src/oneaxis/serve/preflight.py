@@ -42,6 +42,21 @@ def check_checkpoint(checkpoint: Path) -> dict[str, Any]:
     return config
 
 
+def check_length(config: dict[str, Any], settings: Serve) -> None:
+    """Whether the model has as many positions as are asked for (one whose RoPE is scaled is vLLM's to judge).
+
+    Raises:
+        UserError: when it has fewer.
+    """
+    positions = config.get("max_position_embeddings")
+    scaled = (
+        config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("rope_type", "default") != "default"
+    )
+    if isinstance(positions, int) and not scaled and settings.max_model_len > positions:
+        raise UserError(f"serve.max_model_len={settings.max_model_len}: allowed: up to {positions}, "
+                        "the checkpoint's max_position_embeddings")  # fmt: skip
+
+
 def weights_bytes(checkpoint: Path) -> int:
     """Size of the weights, bytes."""
     return sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))

@@ -1,0 +1,135 @@
+"""The engine's command line and environment, and what is refused before a start."""
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oneaxis.config.schema import Serve
+from oneaxis.errors import UserError
+from oneaxis.serve.command import (
+    check_engine_args,
+    engine_command,
+    engine_environment,
+    flags,
+    known_arguments,
+    single_process,
+)
+
+
+def serve(**changes: Any) -> Serve:
+    values: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "kv_cache_gib": 0.5,
+        "kv_cache_dtype": "auto",
+        "prefix_caching": False,
+        "enforce_eager": True,
+        "threads": 3,
+        "port": 0,
+        "start_timeout_s": 60.0,
+        "engine_args": {},
+    }
+    return Serve(**(values | changes))
+
+
+def command(settings: Serve, device: Any = "cpu") -> list[str]:
+    return engine_command(Path("/models/x"), settings, served_name="oneaxis", port=1234, device=device)
+
+
+def test_arguments_become_flags() -> None:
+    arguments = {"block_size": 64, "async_scheduling": True, "enable_chunked_prefill": False,
+                 "speculative_config": {"method": "ngram", "num": 3}, "compile_sizes": [1, 2]}  # fmt: skip
+    assert flags(arguments) == [
+        "--async-scheduling",
+        "--block-size", "64",
+        "--compile-sizes", "1", "2",
+        "--no-enable-chunked-prefill",
+        "--speculative-config", '{"method": "ngram", "num": 3}',
+    ]  # fmt: skip
+
+
+def test_the_section_decides_every_setting_on_loopback() -> None:
+    words = command(serve(engine_args={"block_size": 64}))
+    expected = ["--model", "/models/x", "--served-model-name", "oneaxis", "--host", "127.0.0.1", "--port", "1234",
+                "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-dtype", "auto",
+                "--kv-cache-memory-bytes", str(2**29), "--block-size", "64"]  # fmt: skip
+    pairs = list(itertools.pairwise(words))
+    assert all(pair in pairs for pair in zip(expected[::2], expected[1::2], strict=True))
+    assert "--no-enable-prefix-caching" in words
+    assert "--enforce-eager" in words
+
+
+def test_a_gpu_gets_no_setting_of_a_cpu() -> None:
+    words = command(serve(), "gpu")
+    assert "--kv-cache-memory-bytes" not in words
+    assert "--distributed-executor-backend" not in words
+    environment, _ = engine_environment({}, serve(), device="gpu", folder=Path("/tmp/x"))
+    assert not {"OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"} & set(environment)
+
+
+def test_only_a_single_cpu_process_is_forked() -> None:
+    assert single_process(serve(), "cpu")
+    assert not single_process(serve(), "gpu")
+    assert not single_process(serve(engine_args={"tensor_parallel_size": 2}), "cpu")
+    assert not single_process(serve(engine_args={"distributed_executor_backend": "mp"}), "cpu")
+    assert "launch.py" in command(serve())[2]
+    assert "launch.py" not in " ".join(command(serve(engine_args={"tensor_parallel_size": 2})))
+
+
+def test_the_environment_carries_no_setting_past_the_section() -> None:
+    inherited = {"PATH": "/bin", "PYTHONDONTWRITEBYTECODE": "1", "VLLM_CPU_KVCACHE_SPACE": "8",
+                 "VLLM_API_KEY": "secret", "VLLM_CACHE_ROOT": "/cache",
+                 "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "7"}  # fmt: skip
+    environment, dropped = engine_environment(inherited, serve(), device="cpu", folder=Path("/tmp/x"))
+    assert dropped == ["VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE"]
+    assert not {"PYTHONDONTWRITEBYTECODE", *dropped} & set(environment)
+    assert environment["VLLM_CACHE_ROOT"] == "/cache"
+    assert environment["PATH"] == "/bin"
+    assert environment["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_zero_threads_are_one_for_each_core() -> None:
+    environment, _ = engine_environment({}, serve(threads=0), device="cpu", folder=Path("/tmp/x"))
+    assert environment["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"port": 80}, r"serve\.engine_args\.port=80: allowed: serve\.port"),
+        ({"host": "0.0.0.0"}, r"host='0\.0\.0\.0': not allowed: .*127\.0\.0\.1"),  # noqa: S104
+        ({"max_num_seqs": 4}, r"allowed: serve\.max_num_seqs"),
+        ({"no_enable_prefix_caching": True}, r"allowed: serve\.prefix_caching"),
+        ({"model": "gpt2"}, r"model='gpt2': not allowed"),
+        ({"block-size": 16}, r"'block-size': allowed: .* name in Python"),
+        ({"blok_size": 16}, r"blok_size=16: no such argument.*did you mean block_size"),
+        ({"block_size": None}, r"block_size=None: allowed: a value"),
+    ],
+)
+def test_contradictions_and_unknown_arguments_are_refused(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check_engine_args(arguments, frozenset({"block_size", "port"}))
+
+
+def test_a_secret_is_refused_without_being_repeated() -> None:
+    with pytest.raises(UserError) as refusal:
+        check_engine_args({"api_key": "sk-123"}, frozenset())
+    assert "sk-123" not in str(refusal.value)
+
+
+def test_the_installed_engine_knows_what_it_is_given() -> None:
+    """The names are read from vLLM's source without importing it; every flag of ours must be among them."""
+    known = known_arguments()
+    assert len(known) > 100
+    ours = {
+        word.removeprefix("--").removeprefix("no-").replace("-", "_") for word in command(serve()) if word[:2] == "--"
+    }
+    assert ours <= known
+    check_engine_args({"block_size": 16, "async_scheduling": True, "tool_call_parser": "hermes"}, known)

@@ -1,0 +1,219 @@
+"""The real engine on a random model of two layers: it starts, answers, tells what it runs, fails in one line, and goes.
+
+Starts cost the most of the test time, so the engine of `running` serves several tests, and the last one kills it.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import random_llama
+from test_command import serve
+
+from oneaxis.artifacts import read_json
+from oneaxis.config import compose, write_params
+from oneaxis.errors import RunError, UserError
+from oneaxis.serve import Engine, metric_total, realised_config, running_engine, smoke_answers
+from oneaxis.serve.engine import TOKEN
+
+FP8_CACHE = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False},
+}
+
+
+def engine_processes(marker: str) -> list[int]:
+    """Living processes whose environment holds `marker`: every process of an engine inherits it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if marker in process.environ().values() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def silent_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """BF16 weights whose config.json asks for an FP8 KV cache."""
+    return random_llama(tmp_path_factory.mktemp("silent") / "checkpoint", quantization_config=FP8_CACHE)
+
+
+@pytest.fixture(scope="module")
+def running(silent_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, str]]:
+    """An engine with two settings that vLLM silently changes, and the marker of its processes."""
+    settings = serve(kv_cache_gib=0.25, threads=1, start_timeout_s=240.0, engine_args={"async_scheduling": True})
+    observed: dict[str, Any] = {}
+    log_path = tmp_path_factory.mktemp("logs") / "engine.log"
+    with running_engine(silent_checkpoint, settings, log_path=log_path, observed=observed) as engine:
+        assert observed["cold_start"] == engine.cold_start
+        assert engine.pid is not None
+        marker = psutil.Process(engine.pid).environ()[TOKEN]
+        yield engine, marker
+    wait_for(lambda: not engine_processes(marker), "processes are left", 5)
+
+
+@pytest.mark.slow
+def test_it_answers_and_its_counters_move(running: tuple[Engine, str], silent_checkpoint: Path) -> None:
+    engine, marker = running
+    assert engine.alive()
+    assert len(engine_processes(marker)) >= 3  # guard, API server, engine core
+    before = metric_total(engine.metrics(), "vllm:generation_tokens_total")
+    answers = smoke_answers(engine, silent_checkpoint)
+    moved = metric_total(engine.metrics(), "vllm:generation_tokens_total") - before
+    assert moved == sum(answer["usage"]["completion_tokens"] for answer in answers) > 0
+    # One token a byte: the prompt's tokens are its bytes (the tokenizer adds none).
+    assert [answer["usage"]["prompt_tokens"] for answer in answers] == [len(answer["prompt"]) for answer in answers]
+    assert smoke_answers(engine, silent_checkpoint) == answers
+
+
+@pytest.mark.slow
+def test_the_phases_of_the_start_add_up(running: tuple[Engine, str]) -> None:
+    phases = dict(running[0].cold_start)
+    total = phases.pop("total_s")
+    assert set(phases) == {"imports_s", "config_s", "engine_s", "weights_s", "kv_cache_s", "warmup_s", "server_s"}
+    assert sum(phases.values()) == pytest.approx(total, abs=0.1)
+
+
+@pytest.mark.slow
+def test_settings_that_vllm_silently_changes_are_found(running: tuple[Engine, str], silent_checkpoint: Path) -> None:
+    engine, _ = running
+    realised = realised_config(engine, silent_checkpoint)
+    found = {difference["key"]: difference["resolved"] for difference in realised["differences"]}
+    # 2 * 2 layers * 1 KV head * 64 * 2 bytes = 512 bytes a token in BF16: 0.25 GiB hold 524,288, and FP8 twice that.
+    assert found == {
+        "serve.engine_args.async_scheduling": False,
+        "serve.kv_cache_dtype": "kv_cache_scheme float8",
+        "kv_cache_tokens": 1_048_576,
+    }
+    assert realised["resolved"]["threads"] == 1
+    assert str(engine.port) not in str(realised)
+
+
+@pytest.mark.slow
+def test_its_port_is_refused_to_a_second_engine(running: tuple[Engine, str], tiny_checkpoint: Path) -> None:
+    engine, _ = running
+    with pytest.raises(UserError, match=rf"serve\.port={engine.port}: in use"):
+        with running_engine(tiny_checkpoint, serve(port=engine.port), log_path=engine.log_path.with_name("no.log")):
+            pass
+
+
+@pytest.mark.slow
+def test_a_refused_request_is_an_error_in_one_line(running: tuple[Engine, str]) -> None:
+    engine, _ = running
+    with pytest.raises(RunError, match="answered 404") as refusal:
+        engine.post("/v1/completions", {"model": "no such model", "prompt": "x"})
+    assert "\n" not in str(refusal.value)
+    assert engine.alive()
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_is_noticed(running: tuple[Engine, str]) -> None:
+    """The core is killed, as the kernel does when memory runs out; the API server in front of it still lives."""
+    engine, _ = running
+    assert engine.pid is not None
+    core = [child for child in psutil.Process(engine.pid).children() if "EngineCore" in " ".join(child.cmdline())]
+    assert len(core) == 1
+    core[0].send_signal(signal.SIGKILL)
+    wait_for(lambda: not engine.alive(), "the engine still counts as alive", 20)
+    with pytest.raises(RunError, match="the engine died") as death:
+        engine.require_alive()
+    assert "\n" not in str(death.value)
+    assert str(engine.log_path) in str(death.value)
+    with pytest.raises(RunError, match="the engine died"):
+        engine.get("/health")
+
+
+@pytest.mark.slow
+def test_broken_weights_end_the_start_in_one_line(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(tiny_checkpoint, checkpoint)
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    log_path = tmp_path / "logs" / "engine.log"
+    with pytest.raises(RunError, match=r"died while starting .*SafetensorError.*log: ") as death:
+        with running_engine(checkpoint, serve(kv_cache_gib=0.25, threads=1, start_timeout_s=240.0), log_path=log_path):
+            pass
+    assert "\n" not in str(death.value)
+    assert str(log_path) in str(death.value)
+
+
+@pytest.mark.slow
+def test_a_start_that_takes_too_long_is_ended(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    before = set(psutil.pids())
+    with pytest.raises(RunError, match=r"not ready within serve\.start_timeout_s=0\.5"):
+        with running_engine(tiny_checkpoint, serve(start_timeout_s=0.5), log_path=tmp_path / "engine.log"):
+            pass
+    ours = [pid for pid in set(psutil.pids()) - before if _mentions(pid, str(tiny_checkpoint))]
+    assert ours == []
+
+
+def _mentions(pid: int, text: str) -> bool:
+    try:
+        return text in " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture
+def project(tiny_checkpoint: Path, root: Path, tmp_path: Path) -> Path:
+    """A project's root in which the serve stage can run: parameters and the fetched model."""
+    overrides = ["profile=tiny", "train=none", "quantize=none", "serve.kv_cache_gib=0.25", "serve.threads=1",
+                 "measure.session=s7", "measure.repetition=2"]  # fmt: skip
+    write_params(compose(root / "conf", overrides), tmp_path)
+    shutil.copytree(tiny_checkpoint, tmp_path / "artifacts" / "fetch_model" / "checkpoint")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_stage_writes_what_the_inputs_decide_and_leaves_no_process(project: Path, root: Path) -> None:
+    environment = os.environ | {"ONEAXIS_TEST": str(project)}
+    command = [sys.executable, str(root / "stages" / "serve.py")]
+
+    # kill -9 while its engine starts: nothing is left but the log.
+    killed = subprocess.Popen(command, cwd=project, env=environment, stderr=subprocess.DEVNULL)
+    log_path = project / ".oneaxis" / "logs" / "serve-engine.log"
+    wait_for(lambda: log_path.is_file() and "Initializing a V1 LLM engine" in log_path.read_text(), "no engine core")
+    assert len(engine_processes(str(project))) >= 4
+    killed.kill()
+    killed.wait()
+    wait_for(lambda: not engine_processes(str(project)), "processes are left", 10)
+    assert not (project / "artifacts" / "serve").exists()
+
+    ended = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert engine_processes(str(project)) == []
+    payload = project / "artifacts" / "serve"
+    assert sorted(path.name for path in payload.iterdir()) == ["manifest.json", "realised.json", "smoke.json"]
+    realised = read_json(payload / "realised.json")
+    assert realised["differences"] == []
+    metrics = read_json(project / "artifacts" / "serve.metrics.json")
+    assert metrics["serve/config_differences"] == 0
+    assert metrics["serve/kv_cache_tokens"] == 524_288
+    assert metrics["serve/cold_start_s"] > 1
+    observed = read_json(project / "artifacts" / "serve.provenance.json")["observed"]
+    assert (observed["session"], observed["repetition"]) == ("s7", 2)
+    assert observed["cold_start"]["total_s"] == metrics["serve/cold_start_s"]
+    payload_text = "".join(path.read_text(encoding="utf-8") for path in payload.iterdir())
+    assert not re.search(rf"{re.escape(str(project))}|127\.0\.0\.1|pid|created", payload_text)

@@ -1,0 +1,54 @@
+"""What is read from the engine's log. The texts are shortened from logs of vLLM 0.32."""
+
+from oneaxis.serve.log import kernels, last_lines, refused_arguments, root_error
+
+CORE_DIED = """\
+(EngineCore pid=31) ERROR 11-29 16:15:43 [core.py:1133] EngineCore failed to start.
+(EngineCore pid=31) ERROR 11-29 16:15:43 [core.py:1133] Traceback (most recent call last):
+(EngineCore pid=31) ERROR 11-29 16:15:43 [core.py:1133]   File "core.py", line 1, in run
+(EngineCore pid=31) ERROR 11-29 16:15:43 [core.py:1133] safetensors_rust.SafetensorError: incomplete metadata
+(APIServer pid=30) Traceback (most recent call last):
+(APIServer pid=30)     raise RuntimeError(
+(APIServer pid=30) RuntimeError: Engine core initialization failed. See root cause above.
+""".splitlines()
+
+BAD_CONFIG = """\
+Traceback (most recent call last):
+  File "arg_utils.py", line 9, in create_model_config
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, Model architectures ['Nope'] are not supported for now. [type=value_error, input_value=x]
+    For further information visit the documentation
+""".splitlines()
+
+
+def test_the_core_error_is_found_behind_the_error_that_reports_it() -> None:
+    assert root_error(CORE_DIED) == "safetensors_rust.SafetensorError: incomplete metadata"
+
+
+def test_a_validation_error_gives_its_reason() -> None:
+    assert root_error(BAD_CONFIG) == "Model architectures ['Nope'] are not supported for now."
+
+
+def test_an_engine_that_says_nothing_has_no_root_error() -> None:
+    assert root_error(["(APIServer pid=30) INFO 11-29 16:15:43 [entry.py:1] Starting vLLM server", ""]) == ""
+
+
+def test_the_argument_parser_is_quoted() -> None:
+    lines = ["usage: launch.py [-h]", "launch.py: error: argument --block-size: invalid int value: 'many'"]
+    assert refused_arguments(lines) == "argument --block-size: invalid int value: 'many'"
+    assert refused_arguments(CORE_DIED) == ""
+
+
+def test_last_lines_leave_out_noise() -> None:
+    lines = ["(EngineCore pid=31) INFO 11-29 16:15:43 [x.py:1] Loading",
+             "Loading shards: 100% | 1/1 [00:00<00:00,  1.9it/s]",
+             'INFO:     127.0.0.1:4 - "GET /health HTTP/1.1" 200 OK', "", "killed"]  # fmt: skip
+    assert last_lines(lines, 2) == "Loading | killed"
+
+
+def test_kernels_are_what_the_engine_says_it_uses() -> None:
+    lines = ["(EngineCore pid=1) INFO 11-29 16:15:43 [x.py:1] Selected CPUInt8ScaledMMLinearKernel for W8A8Int8",
+             "(EngineCore pid=1) INFO 11-29 16:15:43 [x.py:1] Selected CPUInt8ScaledMMLinearKernel for W8A8Int8",
+             "(EngineCore pid=1) INFO 11-29 16:15:43 [x.py:1] Using FLASHINFER attention backend.",
+             "(EngineCore pid=1) INFO 11-29 16:15:43 [x.py:1] Using LBHNC KV cache layout."]  # fmt: skip
+    assert kernels(lines) == ["CPUInt8ScaledMMLinearKernel for W8A8Int8", "FLASHINFER"]

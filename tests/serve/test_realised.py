@@ -1,0 +1,156 @@
+"""Asked against resolved, on documents laid out by hand after those of vLLM 0.32."""
+
+import copy
+from typing import Any
+
+import pytest
+from test_command import serve
+
+from oneaxis.serve.realised import compare
+
+CONFIG: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "hidden_size": 128,
+}
+# 2 * 2 layers * 1 KV head * 64 * 2 bytes = 512 bytes a token: 0.5 GiB hold 2^29 / 512 = 1,048,576 tokens.
+TOKENS = 1_048_576
+INFO: dict[str, Any] = {
+    "vllm_config": {
+        "model_config": {"dtype": "torch.bfloat16", "max_model_len": 512, "enforce_eager": True, "quantization": None,
+                         "seed": 0},
+        "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": False, "kv_cache_memory_bytes": 2**29,
+                         "kv_cache_size_tokens": TOKENS, "block_size": 128},
+        "scheduler_config": {"max_num_seqs": 8, "async_scheduling": False, "max_num_batched_tokens": 2048,
+                             "enable_chunked_prefill": True, "policy": "fcfs"},
+        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+        "speculative_config": None,
+    },
+    "system_env": {"env_vars": "VLLM_X=1\nOMP_NUM_THREADS=3\n", "vllm_version": "0.32.0"},
+}  # fmt: skip
+LABELS = {"cache_dtype": "auto", "enable_prefix_caching": "False", "kv_cache_size_tokens": str(TOKENS)}
+FP8_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+
+def found(
+    *,
+    settings: dict[str, Any] | None = None,
+    info: dict[str, Any] | None = None,
+    labels: dict[str, str] | None = None,
+    config: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The comparison, with changes to documents that agree; `info` maps `section.key` to another value."""
+    server_info = copy.deepcopy(INFO)
+    for path, value in (info or {}).items():
+        section, _, key = path.partition(".")
+        server_info["vllm_config"][section][key] = value
+    return compare(
+        serve(**(settings or {})),
+        server_info=server_info,
+        cache_labels=LABELS | (labels or {}),
+        config=CONFIG | (config or {}),
+        generation={"temperature": 0.6, "eos_token_id": 2},
+        kernels=[],
+        device="cpu",
+    )
+
+
+def keys(result: dict[str, Any]) -> list[str]:
+    return [difference["key"] for difference in result["differences"]]
+
+
+def test_what_agrees_has_no_difference() -> None:
+    result = found()
+    assert result["differences"] == []
+    assert result["unverified"] == []
+    assert result["checkpoint"]["sampling_defaults"] == {"temperature": 0.6}
+    assert result["resolved"]["kv_cache_tokens"] == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "key"),
+    [
+        ("model_config.dtype", "torch.float32", "serve.dtype"),
+        ("model_config.max_model_len", 256, "serve.max_model_len"),
+        ("scheduler_config.max_num_seqs", 128, "serve.max_num_seqs"),
+        ("model_config.enforce_eager", False, "serve.enforce_eager"),
+    ],
+)
+def test_each_setting_is_compared(path: str, value: Any, key: str) -> None:
+    result = found(info={path: value})
+    assert key in keys(result)
+
+
+def test_the_engine_cores_own_word_counts() -> None:
+    """The labels come from the core; the API server's configuration may be an older copy."""
+    assert keys(found(labels={"enable_prefix_caching": "True"})) == ["serve.prefix_caching"]
+    assert keys(found(labels={"cache_dtype": "fp8"})) == []  # auto was asked; the capacity tells
+    result = found(settings={"kv_cache_dtype": "fp8"}, labels={"kv_cache_size_tokens": str(2 * TOKENS)})
+    assert keys(result) == ["serve.kv_cache_dtype"]
+
+
+def test_threads_that_the_engine_did_not_get() -> None:
+    assert keys(found(settings={"threads": 4})) == ["serve.threads"]
+
+
+def test_async_scheduling_that_resolves_to_false() -> None:
+    result = found(settings={"engine_args": {"async_scheduling": True}})
+    assert result["differences"] == [
+        {"key": "serve.engine_args.async_scheduling", "asked": True, "resolved": False,
+         "reason": "the engine resolved it otherwise"}
+    ]  # fmt: skip
+
+
+def test_engine_args_are_found_under_the_engines_own_names() -> None:
+    assert keys(found(settings={"engine_args": {"scheduling_policy": "fcfs", "block_size": 128}})) == []
+    assert keys(found(settings={"engine_args": {"block_size": 64}})) == ["serve.engine_args.block_size"]
+
+
+def test_what_the_engine_does_not_tell_is_unverified() -> None:
+    result = found(settings={"engine_args": {"chat_template_content_format": "string"}})
+    assert result["unverified"] == ["serve.engine_args.chat_template_content_format"]
+    assert result["differences"] == []
+
+
+def test_a_kv_cache_scheme_and_the_doubled_capacity_are_both_seen() -> None:
+    quantization = {"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_SCHEME}
+    result = found(
+        config={"quantization_config": quantization},
+        info={"model_config.quantization": "compressed-tensors"},
+        labels={"kv_cache_size_tokens": str(2 * TOKENS)},
+    )
+    assert keys(result) == ["serve.kv_cache_dtype", "kv_cache_tokens"]
+    assert result["differences"][0]["resolved"] == "kv_cache_scheme float8"
+    assert result["differences"][1]["asked"] == TOKENS
+
+
+def test_an_fp8_cache_that_was_asked_for_is_no_difference() -> None:
+    result = found(
+        settings={"kv_cache_dtype": "fp8_e4m3"}, labels={"cache_dtype": "fp8", "kv_cache_size_tokens": str(2 * TOKENS)}
+    )
+    assert result["differences"] == []
+
+
+def test_quantisation_that_is_not_the_checkpoints() -> None:
+    quantization = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    assert keys(found(config=quantization)) == ["checkpoint.quantization_config"]
+    assert keys(found(info={"model_config.quantization": "fp8"})) == ["checkpoint.quantization_config"]
+    asked = {"engine_args": {"quantization": "fp8"}}
+    assert keys(found(settings=asked, info={"model_config.quantization": "fp8"})) == []
+
+
+def test_w4a8_runs_as_w4a16() -> None:
+    group = {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}
+    quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
+    result = found(
+        config={"quantization_config": quantization}, info={"model_config.quantization": "compressed-tensors"}
+    )
+    assert [(item["asked"], item["resolved"]) for item in result["differences"]] == [("W4A8", "W4A16")]
+
+
+def test_auto_dtype_that_is_not_the_checkpoints() -> None:
+    result = found(settings={"dtype": "auto"}, config={"dtype": "float32"})
+    assert keys(result) == ["serve.dtype"]
