@@ -23,7 +23,6 @@ from oneaxis.artifacts import read_json
 from oneaxis.config import compose, write_params
 from oneaxis.errors import RunError, UserError
 from oneaxis.serve import Engine, metric_total, realised_config, running_engine, smoke_answers
-from oneaxis.serve.engine import TOKEN
 
 FP8_CACHE = {
     "quant_method": "compressed-tensors",
@@ -35,19 +34,18 @@ FP8_CACHE = {
 }
 
 
-def engine_processes(marker: str) -> list[int]:
-    """Living processes whose environment holds `marker`: every process of an engine inherits it."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if marker in process.environ().values() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
+def tree(pid: int) -> list[psutil.Process]:
+    """A process and everything below it."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+def living(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run (psutil tells a process from another that got its number)."""
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
@@ -61,24 +59,24 @@ def silent_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running(silent_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, str]]:
-    """An engine with two settings that vLLM silently changes, and the marker of its processes."""
+def running(silent_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine with two settings that vLLM silently changes."""
     settings = serve(kv_cache_gib=0.25, threads=1, start_timeout_s=240.0, engine_args={"async_scheduling": True})
     observed: dict[str, Any] = {}
     log_path = tmp_path_factory.mktemp("logs") / "engine.log"
     with running_engine(silent_checkpoint, settings, log_path=log_path, observed=observed) as engine:
         assert observed["cold_start"] == engine.cold_start
         assert engine.pid is not None
-        marker = psutil.Process(engine.pid).environ()[TOKEN]
-        yield engine, marker
-    wait_for(lambda: not engine_processes(marker), "processes are left", 5)
+        processes = tree(engine.process.pid)
+        yield engine
+    assert living(processes) == []
 
 
 @pytest.mark.slow
-def test_it_answers_and_its_counters_move(running: tuple[Engine, str], silent_checkpoint: Path) -> None:
-    engine, marker = running
+def test_it_answers_and_its_counters_move(running: Engine, silent_checkpoint: Path) -> None:
+    engine = running
     assert engine.alive()
-    assert len(engine_processes(marker)) >= 3  # guard, API server, engine core
+    assert len(tree(engine.process.pid)) >= 3  # guard, API server, engine core
     before = metric_total(engine.metrics(), "vllm:generation_tokens_total")
     answers = smoke_answers(engine, silent_checkpoint)
     moved = metric_total(engine.metrics(), "vllm:generation_tokens_total") - before
@@ -89,16 +87,16 @@ def test_it_answers_and_its_counters_move(running: tuple[Engine, str], silent_ch
 
 
 @pytest.mark.slow
-def test_the_phases_of_the_start_add_up(running: tuple[Engine, str]) -> None:
-    phases = dict(running[0].cold_start)
+def test_the_phases_of_the_start_add_up(running: Engine) -> None:
+    phases = dict(running.cold_start)
     total = phases.pop("total_s")
     assert set(phases) == {"imports_s", "config_s", "engine_s", "weights_s", "kv_cache_s", "warmup_s", "server_s"}
     assert sum(phases.values()) == pytest.approx(total, abs=0.1)
 
 
 @pytest.mark.slow
-def test_settings_that_vllm_silently_changes_are_found(running: tuple[Engine, str], silent_checkpoint: Path) -> None:
-    engine, _ = running
+def test_settings_that_vllm_silently_changes_are_found(running: Engine, silent_checkpoint: Path) -> None:
+    engine = running
     realised = realised_config(engine, silent_checkpoint)
     found = {difference["key"]: difference["resolved"] for difference in realised["differences"]}
     # 2 * 2 layers * 1 KV head * 64 * 2 bytes = 512 bytes a token in BF16: 0.25 GiB hold 524,288, and FP8 twice that.
@@ -112,16 +110,16 @@ def test_settings_that_vllm_silently_changes_are_found(running: tuple[Engine, st
 
 
 @pytest.mark.slow
-def test_its_port_is_refused_to_a_second_engine(running: tuple[Engine, str], tiny_checkpoint: Path) -> None:
-    engine, _ = running
+def test_its_port_is_refused_to_a_second_engine(running: Engine, tiny_checkpoint: Path) -> None:
+    engine = running
     with pytest.raises(UserError, match=rf"serve\.port={engine.port}: in use"):
         with running_engine(tiny_checkpoint, serve(port=engine.port), log_path=engine.log_path.with_name("no.log")):
             pass
 
 
 @pytest.mark.slow
-def test_a_refused_request_is_an_error_in_one_line(running: tuple[Engine, str]) -> None:
-    engine, _ = running
+def test_a_refused_request_is_an_error_in_one_line(running: Engine) -> None:
+    engine = running
     with pytest.raises(RunError, match="answered 404") as refusal:
         engine.post("/v1/completions", {"model": "no such model", "prompt": "x"})
     assert "\n" not in str(refusal.value)
@@ -129,9 +127,9 @@ def test_a_refused_request_is_an_error_in_one_line(running: tuple[Engine, str]) 
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_killed_is_noticed(running: tuple[Engine, str]) -> None:
+def test_an_engine_that_is_killed_is_noticed(running: Engine) -> None:
     """The core is killed, as the kernel does when memory runs out; the API server in front of it still lives."""
-    engine, _ = running
+    engine = running
     assert engine.pid is not None
     core = [child for child in psutil.Process(engine.pid).children() if "EngineCore" in " ".join(child.cmdline())]
     assert len(core) == 1
@@ -179,8 +177,8 @@ def _mentions(pid: int, text: str) -> bool:
 @pytest.fixture
 def project(tiny_checkpoint: Path, root: Path, tmp_path: Path) -> Path:
     """A project's root in which the serve stage can run: parameters and the fetched model."""
-    overrides = ["profile=tiny", "train=none", "quantize=none", "serve.kv_cache_gib=0.25", "serve.threads=1",
-                 "measure.session=s7", "measure.repetition=2"]  # fmt: skip
+    overrides = ["model=random", "train=none", "quantize=none", "serve.max_model_len=512", "serve.kv_cache_gib=0.25",
+                 "serve.threads=1", "measure.session=s7", "measure.repetition=2"]  # fmt: skip
     write_params(compose(root / "conf", overrides), tmp_path)
     shutil.copytree(tiny_checkpoint, tmp_path / "artifacts" / "fetch_model" / "checkpoint")
     return tmp_path
@@ -188,22 +186,25 @@ def project(tiny_checkpoint: Path, root: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_stage_writes_what_the_inputs_decide_and_leaves_no_process(project: Path, root: Path) -> None:
-    environment = os.environ | {"ONEAXIS_TEST": str(project)}
+    environment = os.environ | {"PYTHONPATH": str(root / "src")}
     command = [sys.executable, str(root / "stages" / "serve.py")]
 
     # kill -9 while its engine starts: nothing is left but the log.
-    killed = subprocess.Popen(command, cwd=project, env=environment, stderr=subprocess.DEVNULL)
     log_path = project / ".oneaxis" / "logs" / "serve-engine.log"
-    wait_for(lambda: log_path.is_file() and "Initializing a V1 LLM engine" in log_path.read_text(), "no engine core")
-    assert len(engine_processes(str(project))) >= 4
-    killed.kill()
-    killed.wait()
-    wait_for(lambda: not engine_processes(str(project)), "processes are left", 10)
+    with subprocess.Popen(command, cwd=project, env=environment, stderr=subprocess.DEVNULL) as killed:
+        try:
+            wait_for(lambda: log_path.is_file() and "Initializing a V1 LLM engine" in log_path.read_text(), "no core")
+            processes = tree(killed.pid)
+            assert len(processes) >= 4
+        finally:
+            killed.kill()
+    wait_for(lambda: not living(processes), "processes are left", 10)
     assert not (project / "artifacts" / "serve").exists()
 
+    before = set(psutil.pids())
     ended = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert engine_processes(str(project)) == []
+    assert [pid for pid in set(psutil.pids()) - before if _mentions(pid, str(project))] == []
     payload = project / "artifacts" / "serve"
     assert sorted(path.name for path in payload.iterdir()) == ["manifest.json", "realised.json", "smoke.json"]
     realised = read_json(payload / "realised.json")

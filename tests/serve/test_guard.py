@@ -99,13 +99,14 @@ def test_the_whole_tree_dies_when_the_parent_is_killed(
     parent = subprocess.Popen(
         [sys.executable, str(script), str(folder), *GUARD, "--", *command], stdout=subprocess.PIPE
     )
-    assert parent.stdout is not None
-    keeper = int(parent.stdout.readline())
-    running = pids()
-    assert not any(gone(pid) for pid in running)
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
+    try:
+        assert parent.stdout is not None
+        keeper = int(parent.stdout.readline())
+        running = pids()
+        assert not any(gone(pid) for pid in running)
+    finally:
+        parent.kill()
+        parent.communicate()
     wait_for(lambda: all(gone(pid) for pid in [*running, keeper]), "processes are left")
     assert not folder.exists()
 

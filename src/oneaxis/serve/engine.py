@@ -9,13 +9,13 @@ The engine runs under a guard (`guard.py`), so that it also goes when this proce
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,8 +48,6 @@ from oneaxis.serve.preflight import (
 )
 
 STOP_GRACE_S = 10.0
-TOKEN = "ONEAXIS_ENGINE"
-"""Environment variable that marks every process of one engine."""
 
 # Loopback only: a proxy from the environment must not see these requests.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -69,6 +67,8 @@ class Engine:
     device: Device
     process: subprocess.Popen[bytes]
     """The guard; it ends when the engine ends."""
+    session: int = 0
+    """The engine's session: the process id of its API server, once that has been seen."""
     cold_start: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of the start, and `total_s`."""
 
@@ -183,12 +183,11 @@ def running_engine(
         check_memory(weights_bytes(checkpoint), settings, available=available_bytes())
     port, holder = reserve_port(settings.port)
     folder = Path(tempfile.mkdtemp(prefix="oneaxis-"))
-    token = uuid.uuid4().hex
     process: subprocess.Popen[bytes] | None = None
+    engine: Engine | None = None
     pipe, pipe_write = os.pipe()
     try:
         environment, dropped = engine_environment(os.environ, settings, device=device, folder=folder)
-        environment[TOKEN] = token
         if dropped:
             print(f"oneaxis: not passed to the engine: {', '.join(dropped)} (use serve.engine_args)", file=sys.stderr)
         command = engine_command(checkpoint.resolve(), settings, served_name=served_name, port=port, device=device)
@@ -219,7 +218,8 @@ def running_engine(
         finally:
             # Also on a second interrupt: the closed pipe tells the guard to kill the tree at once.
             os.close(pipe_write)
-            _sweep(token)
+            if process is not None and engine is not None and process.returncode == -signal.SIGKILL:
+                _sweep(engine.session)
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -233,11 +233,14 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _sweep(token: str) -> None:
-    """Kill processes of this engine that are still there: only when the guard itself was killed."""
+def _sweep(session: int) -> None:
+    """Kill what is left in the engine's session. Only needed when the guard was killed and could not do it.
+
+    The kernel has then killed the API server; a core that was spawned, not forked (`launch.py`), is still there.
+    """
     for process in psutil.process_iter():
         try:
-            if process.environ().get(TOKEN) == token:
+            if session and os.getsid(process.pid) == session:
                 process.kill()
                 process.wait(5)
         except (psutil.Error, OSError):
@@ -262,6 +265,7 @@ def _wait_until_healthy(engine: Engine, timeout_s: float) -> dict[str, float]:
                     if name not in phases and mark in text:
                         phases[name], last = round(now - last, 3), now
                         bar.update()
+                engine.session = engine.session or engine.pid or 0
                 if not engine.alive():
                     _raise_why_it_died(engine)
                 if _healthy(engine):
