@@ -17,23 +17,7 @@ from oneaxis.serve.command import (
     known_arguments,
     single_process,
 )
-
-
-def serve(**changes: Any) -> Serve:
-    values: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "max_model_len": 512,
-        "max_num_seqs": 8,
-        "kv_cache_gib": 0.5,
-        "kv_cache_dtype": "auto",
-        "prefix_caching": False,
-        "enforce_eager": True,
-        "threads": 3,
-        "port": 0,
-        "start_timeout_s": 60.0,
-        "engine_args": {},
-    }
-    return Serve(**(values | changes))
+from tests.serve.tiny import serve
 
 
 def command(settings: Serve, device: Any = "cpu") -> list[str]:

@@ -16,13 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import random_llama
-from test_command import serve
 
 from oneaxis.artifacts import read_json
 from oneaxis.config import compose, write_params
 from oneaxis.errors import RunError, UserError
 from oneaxis.serve import Engine, metric_total, realised_config, running_engine, smoke_answers
+from tests.serve.tiny import random_llama, serve
 
 FP8_CACHE = {
     "quant_method": "compressed-tensors",

@@ -44,6 +44,7 @@ def test_last_lines_leave_out_noise() -> None:
              "Loading shards: 100% | 1/1 [00:00<00:00,  1.9it/s]",
              'INFO:     127.0.0.1:4 - "GET /health HTTP/1.1" 200 OK', "", "killed"]  # fmt: skip
     assert last_lines(lines, 2) == "Loading | killed"
+    assert last_lines(["x" * 200], 1) == "x" * 160
 
 
 def test_kernels_are_what_the_engine_says_it_uses() -> None:

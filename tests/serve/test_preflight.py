@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from test_command import serve
 
 from oneaxis.errors import UserError
 from oneaxis.serve.preflight import (
@@ -17,6 +16,7 @@ from oneaxis.serve.preflight import (
     kv_bytes_per_token,
     reserve_port,
 )
+from tests.serve.tiny import serve
 
 
 def test_a_port_in_use_is_refused_by_number_and_process() -> None:

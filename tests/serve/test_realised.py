@@ -4,9 +4,9 @@ import copy
 from typing import Any
 
 import pytest
-from test_command import serve
 
 from oneaxis.serve.realised import compare
+from tests.serve.tiny import serve
 
 CONFIG: dict[str, Any] = {
     "dtype": "bfloat16",

@@ -154,6 +154,8 @@ class Engine:
 def _ending(code: int | None) -> str:
     if code is None:
         return "still running"
+    if code < 0:
+        return f"its guard was killed by signal {-code}"
     return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
 
 

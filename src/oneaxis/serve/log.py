@@ -67,10 +67,11 @@ def root_error(lines: Sequence[str], *, max_chars: int = 400) -> str:
     return re.sub(r"\s+", " ", chosen[0])[:max_chars] if chosen else ""
 
 
-def last_lines(lines: Sequence[str], num_lines: int) -> str:
-    """The last lines that say something, joined by ` | `: without progress bars and access log."""
+def last_lines(lines: Sequence[str], num_lines: int, *, max_chars: int = 160) -> str:
+    """The last lines that say something, each cut to `max_chars`, joined by ` | `: no progress bars, routes, access."""
     said = [text.strip() for line in lines if (text := plain(line)).strip()]
-    worth = [text for text in said if "it/s]" not in text and not text.startswith(("INFO:", "Route:"))]
+    noise = ("INFO:", "Route:", "Available routes")
+    worth = [text[:max_chars] for text in said if "it/s]" not in text and not text.startswith(noise)]
     return " | ".join(worth[-num_lines:])
 
 
