@@ -1,0 +1,336 @@
+"""DPO on the kept pairs by TRL's trainer, with absolute log-probabilities before, during and after.
+
+From a checkpoint, scored pairs and benign probes to a trained checkpoint and the evidence on displacement. In order:
+
+1. Pairs are tokenized as TRL does: plain responses end with EOS, conversational ones as the chat template ends a turn.
+   Pairs longer than `max_length` are left out and counted; TRL would cut them. When the run sees fewer pairs than were
+   kept, a seeded sample of just those is taken, so that the reference pass scores no pair in vain.
+2. Before: the summed log-probability of every held-out response, and of the escape text on the probes.
+3. Training in float32 (Adam's updates at these learning rates vanish in bfloat16 weights); the reference is the
+   checkpoint itself, scored once. Each logging step logs TRL's means since the last one (`logps/*` are batch means of
+   *summed* log-probabilities; `rewards/chosen / beta` below 0 is displacement) and `probe/escape_logp` right then.
+4. The policy is written in BF16, and "after" is measured on the written checkpoint read back, since that is what is
+   served. What the rounding took back shows as the difference from the `*_after_float32` metrics.
+
+Same inputs, same bytes on the same machine with the same number of threads. Not promised: across machines, thread
+counts or library versions, or on CUDA, where sums run in another order each time. A run that was killed starts afresh:
+at these sizes a training state would cost more than the steps it saves.
+"""
+
+import gc
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import polars as pl
+import torch
+from tqdm import tqdm
+from transformers import PrinterCallback, TrainerCallback
+from trl import DPOTrainer
+
+from oneaxis.artifacts import write_json
+from oneaxis.config.schema import TrainDpo
+from oneaxis.errors import RunError, UserError
+from oneaxis.judge.paired import Effect, paired_difference
+from oneaxis.preference.displacement import interval, verdict
+from oneaxis.preference.dpo_config import NORMALISATION, dpo_config, one_line
+from oneaxis.preference.forward import device, load, response_logps
+from oneaxis.preference.pairs import Sequence, tokenize_continuation, tokenize_pair
+
+LOGGED = ("loss", "grad_norm", "learning_rate", "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected",
+          "rewards/margins", "rewards/accuracies")  # fmt: skip
+PROBE = "probe/escape_logp"
+OnLog = Callable[[dict[str, float], int], None]
+
+
+def train_dpo(
+    source: Path,
+    pairs: pl.DataFrame,
+    probes: pl.DataFrame,
+    config: TrainDpo,
+    *,
+    seed: int,
+    out: Path,
+    scratch: Path,
+    on_log: OnLog | None = None,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Write `checkpoint/`, `train_log.parquet`, `heldout.parquet` and `displacement.json` to `out`.
+
+    Args:
+        source: the checkpoint that is trained, and the reference.
+        pairs: as filter_pairs writes them (kept, split).
+        probes: benign prompts (column prompt).
+        scratch: a folder of our own for TRL's files; made empty first, removed at the end.
+        on_log: called at each logging step with (metrics, step).
+
+    Returns:
+        (metrics without prefix, notes).
+
+    Raises:
+        UserError: too few pairs or probes, a mix of plain and conversational pairs, or a wrong `train.dpo_args`.
+        RunError: the loss is not finite.
+    """
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    arguments = dpo_config(config, seed=seed, output_dir=scratch / "trainer", cpu=device().type == "cpu")
+    model, tokenizer = load(source)
+
+    train, _, train_long = fitting(pairs.filter((pl.col("split") == "train") & pl.col("kept")), tokenizer, config)
+    heldout, tokens, heldout_long = fitting(pairs.filter(pl.col("split") == "heldout"), tokenizer, config)
+    steps_pairs = config.steps * config.batch_size * config.gradient_accumulation
+    check_pairs(train, heldout, config)
+    escapes = escape_sequences(probes, tokenizer, config)
+    sample = sampled(train, steps_pairs, seed)
+    notes: dict[str, Any] = {
+        "policy": "artifacts/train_dpo/checkpoint",
+        "pairs_kept": train.height,
+        "pairs_trained_on": sample.height,
+        "epochs": steps_pairs / sample.height,
+        "heldout_pairs": heldout.height,
+        "longer_than_max_length": {"train": train_long, "heldout": heldout_long},
+        "rpo_alpha": config.rpo_alpha,
+        "rpo_alpha_normalisation": NORMALISATION if config.rpo_alpha else None,
+        "loss_type": arguments.loss_type,
+        "tokenized": "conversational: chat template" if _conversational(sample) else "plain: prompt + response + EOS",
+        "weights": "trained in float32, written in bfloat16; after is measured on what was written",
+        "probe_prompts": len(escapes),
+    }
+
+    before = measure(model, tokens, escapes, "before training")
+    log = fit(model, tokenizer, sample, escapes, arguments, config, scratch, on_log)
+    log.write_parquet(out / "train_log.parquet")
+    unrounded = measure(model, tokens, escapes, "after, float32")
+    write_checkpoint(model, source, out / "checkpoint")
+    del model
+    gc.collect()
+    written, _ = load(out / "checkpoint")
+    after = measure(written, tokens, escapes, "after training")
+    shutil.rmtree(scratch)
+
+    heldout_table(heldout, before, after).write_parquet(out / "heldout.parquet")
+    effects = {
+        name: paired_difference(before[name], after[name], config.displacement.confidence)
+        for name in ("chosen", "rejected", "margin", "escape")
+    }
+    judged = judge(effects, config)
+    write_json(out / "displacement.json", judged)
+    notes["verdict"] = judged["verdict"]
+    return metrics(before, after, unrounded, effects, config.steps), notes
+
+
+# --- pairs -------------------------------------------------------------------------------------------------------
+
+
+def fitting(
+    pairs: pl.DataFrame, tokenizer: Any, config: TrainDpo
+) -> tuple[pl.DataFrame, list[tuple[Sequence, Sequence]], int]:
+    """The pairs that fit into `max_length` with both responses, their tokens as trained on, and how many do not."""
+    pairs = pairs.sort("pair_id")
+    tokens = [tokenize_pair(row, tokenizer, append_eos=True) for row in pairs.iter_rows(named=True)]
+    rows = [index for index, pair in enumerate(tokens) if max(len(part.ids) for part in pair) <= config.max_length]
+    return pairs[rows], [tokens[index] for index in rows], len(tokens) - len(rows)
+
+
+def check_pairs(train: pl.DataFrame, heldout: pl.DataFrame, config: TrainDpo) -> None:
+    """Refuse what TRL or the paired interval cannot work on.
+
+    Raises:
+        UserError: saying how many there are and how many are needed.
+    """
+    if train.height < config.batch_size:
+        raise UserError(f"filter_pairs/pairs.parquet: {train.height} kept train pairs within train.max_length="
+                        f"{config.max_length}; allowed: at least train.batch_size={config.batch_size}")  # fmt: skip
+    if heldout.height < 2:
+        raise UserError(f"filter_pairs/pairs.parquet: {heldout.height} held-out pairs within train.max_length="
+                        f"{config.max_length}; allowed: at least 2 (data.pairs.heldout_pairs)")  # fmt: skip
+    if train["conversational"].n_unique() > 1:
+        raise UserError("filter_pairs/pairs.parquet: plain and conversational pairs are mixed; allowed: one kind, "
+                        "for TRL reads the kind from the first pair")  # fmt: skip
+
+
+def sampled(train: pl.DataFrame, needed: int, seed: int) -> pl.DataFrame:
+    """All of `train`, or the seeded sample of `needed` pairs that the steps will see, in order of pair_id."""
+    if needed >= train.height:
+        return train
+    chosen = np.random.default_rng(seed).permutation(train.height)[:needed]
+    return train[np.sort(chosen).tolist()]
+
+
+def _conversational(pairs: pl.DataFrame) -> bool:
+    return bool(pairs["conversational"][0])
+
+
+def trl_dataset(pairs: pl.DataFrame, folder: Path) -> datasets.Dataset:
+    """Pairs in TRL's preference format: text, or messages. On disk under `folder`, where TRL then caches."""
+    read = json.loads if _conversational(pairs) else str
+    rows = [{key: read(row[key]) for key in ("prompt", "chosen", "rejected")} for row in pairs.iter_rows(named=True)]
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(rows).save_to_disk(folder)
+    return datasets.load_from_disk(folder)
+
+
+# --- measured before, during and after -------------------------------------------------------------------------------
+
+
+def escape_sequences(probes: pl.DataFrame, tokenizer: Any, config: TrainDpo) -> list[Sequence]:
+    """The escape text as the answer to `probe_prompts` prompts, spread evenly over the table (so over its categories).
+
+    Raises:
+        UserError: fewer than two probes.
+    """
+    if probes.height < 2:
+        raise UserError(f"prepare_data/probes.parquet: {probes.height} probes; allowed: at least 2")
+    count = min(config.probe_prompts, probes.height)
+    rows = np.linspace(0, probes.height - 1, count).round().astype(int)
+    return [tokenize_continuation(probes["prompt"][int(row)], config.escape_text, tokenizer) for row in rows]
+
+
+def measure(
+    model: Any, tokens: list[tuple[Sequence, Sequence]], escapes: list[Sequence], progress: str
+) -> dict[str, np.ndarray]:
+    """Summed log-probabilities in nats: chosen, rejected and their margin per held-out pair; escape per probe."""
+    sequences = [sequence for pair in tokens for sequence in pair] + escapes
+    logps = response_logps(model, sequences, progress=f"held-out, {progress}")
+    chosen, rejected = logps[: 2 * len(tokens) : 2], logps[1 : 2 * len(tokens) : 2]
+    return {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "escape": logps[2 * len(tokens) :]}
+
+
+class _Log(TrainerCallback):
+    """Collects TRL's means and the escape probe at each logging step, shows progress, refuses a loss that is no number.
+
+    The last step is always logged.
+    """
+
+    def __init__(self, escapes: list[Sequence], on_log: OnLog | None) -> None:
+        self.escapes = escapes
+        self.on_log_metrics = on_log
+        self.rows: list[dict[str, float]] = []
+        self.bar = tqdm(disable=True)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar = tqdm(total=state.max_steps, desc="DPO", unit="step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self.bar.update()
+        if state.global_step == state.max_steps:
+            control.should_log = True
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], model: Any, **kwargs: Any) -> None:
+        if "loss" not in logs:
+            return
+        if not math.isfinite(logs["loss"]):
+            raise RunError(f"the loss is {logs['loss']} at step {state.global_step}; "
+                           f"try a smaller train.learning_rate (now {args.learning_rate:g})")  # fmt: skip
+        values = {name: float(logs[name]) for name in LOGGED}
+        values[PROBE] = float(response_logps(model, self.escapes).mean())
+        self.rows.append({"step": state.global_step, **values})
+        self.bar.set_postfix_str(f"chosen {values['logps/chosen']:.1f}, rejected {values['logps/rejected']:.1f} nats")
+        if self.on_log_metrics:
+            self.on_log_metrics(values, state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()
+
+
+def fit(
+    model: Any,
+    tokenizer: Any,
+    pairs: pl.DataFrame,
+    escapes: list[Sequence],
+    arguments: Any,
+    config: TrainDpo,
+    scratch: Path,
+    on_log: OnLog | None,
+) -> pl.DataFrame:
+    """Train `model` in place; return the log, one row per logging step.
+
+    Raises:
+        UserError: TRL refuses a value of `train.dpo_args`. RunError: the loss is not finite.
+    """
+    log = _Log(escapes, on_log)
+    try:
+        trainer = DPOTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=trl_dataset(pairs, scratch / "pairs"),
+            processing_class=tokenizer,
+            callbacks=[log],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    except (ValueError, NotImplementedError) as error:
+        # A loss that needs another value, or an unknown one: TRL says so only here.
+        if not config.dpo_args:
+            raise
+        raise UserError(f"params.yaml: train.dpo_args={config.dpo_args}: TRL says: {one_line(error)}") from error
+    finally:
+        log.bar.close()
+    model.eval()
+    return pl.DataFrame(log.rows, schema={"step": pl.Int64, **dict.fromkeys((*LOGGED, PROBE), pl.Float64)})
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(model: Any, source: Path, folder: Path) -> None:
+    """The model in BF16 safetensors; every other file is that of `source` (TRL changes configs of its own accord).
+
+    `model` is cast in place.
+    """
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for path in folder.iterdir():
+        if ".safetensors" not in path.name:
+            path.unlink()
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
+            shutil.copyfile(path, folder / path.name)
+
+
+def heldout_table(heldout: pl.DataFrame, before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> pl.DataFrame:
+    """Per held-out pair, the summed log-probabilities in nats of both responses, before and after."""
+    columns = {
+        f"{side}_{when}": values[side]
+        for side in ("chosen", "rejected")
+        for when, values in (("before", before), ("after", after))
+    }
+    return heldout.select("pair_id").with_columns(**{name: pl.Series(values) for name, values in columns.items()})
+
+
+def judge(effects: dict[str, Effect], config: TrainDpo) -> dict[str, Any]:
+    """`displacement.json`: the verdict with its numbers, thresholds and reasons."""
+    limits = {"slight_nats": config.displacement.slight_nats, "steep_nats": config.displacement.steep_nats}
+    name, reasons = verdict(effects["chosen"], effects["rejected"], effects["escape"], **limits)
+    return {
+        "verdict": name,
+        **{side: interval(effect) for side, effect in effects.items()},
+        "n": effects["chosen"].n,
+        "confidence": config.displacement.confidence,
+        "thresholds": limits,
+        "reasons": reasons,
+    }
+
+
+def metrics(
+    before: dict[str, np.ndarray],
+    after: dict[str, np.ndarray],
+    unrounded: dict[str, np.ndarray],
+    effects: dict[str, Effect],
+    steps: int,
+) -> dict[str, float]:
+    """Flat numbers of the run: means in nats per response, and the paired differences with their intervals."""
+    flat = {"steps": float(steps)}
+    for side in ("chosen", "rejected", "escape"):
+        flat[f"{side}_logp_before"] = float(before[side].mean())
+        flat[f"{side}_logp_after"] = float(after[side].mean())
+        flat[f"{side}_logp_after_float32"] = float(unrounded[side].mean())
+    for side, effect in effects.items():
+        flat[f"{side}_delta"] = effect.effect
+        flat[f"{side}_delta_ci_low"] = effect.ci_low
+        flat[f"{side}_delta_ci_high"] = effect.ci_high
+    return flat
