@@ -93,7 +93,7 @@ def test_a_run_is_complete(project: Path) -> None:
     run_id = track(project)
     run = client(project).get_run(run_id)
     assert run.info.status == "FINISHED"
-    assert run.info.run_name == "SmolLM2-135M-Instruct · w8a8_int8_dynamic α=0.5 · dpo"
+    assert run.info.run_name == "int8_dynamic α=0.5 · dpo · SmolLM2-135M-Instruct"
     for stage in STAGE_SECTIONS:
         if stage != "report":
             assert run.data.metrics[f"{stage}/number"] == 1.5
@@ -178,13 +178,13 @@ def test_restored_everywhere_is_complete(project: Path) -> None:
 
 def test_live_metrics_go_to_the_run_that_track_completes(project: Path) -> None:
     log = live_logger(project)
-    log({"train/logps/chosen": -5.0, "train/other": float("nan")}, 1)
-    log({"train/logps/chosen": -4.0}, 2)
+    log({"logps/chosen": -5.0, "other": float("nan")}, 1)
+    log({"logps/chosen": -4.0}, 2)
     log.close()
     (active,) = runs(project)
     assert active.info.status == "RUNNING"
-    again = live_logger(project)
-    again({"sweep/live": 3.0}, 7)
+    again = live_logger(project, "sweep/")
+    again({"live": 3.0}, 7)
     again.close()
     assert track(project) == active.info.run_id
     points = client(project).get_metric_history(active.info.run_id, "train/logps/chosen")
@@ -197,7 +197,7 @@ def test_a_run_is_never_written_on_after_it_is_complete(project: Path) -> None:
     """The same settings, trained anew (changed code): the finished run keeps its curve."""
     first = track(project)
     log = live_logger(project)
-    log({"train/logps/chosen": -99.0}, 1)
+    log({"logps/chosen": -99.0}, 1)
     log.close()
     assert len(runs(project)) == 2
     assert -99.0 not in [p.value for p in client(project).get_metric_history(first, "train/logps/chosen")]
@@ -211,7 +211,7 @@ def test_other_settings_end_the_active_run(project: Path, root: Path) -> None:
 
 
 def test_many_live_points_all_arrive(project: Path) -> None:
-    log = live_logger(project)
+    log = live_logger(project, "")
     for step in range(1500):
         log({"sweep/running": float(step % 5)}, step)
     log.close()
@@ -258,7 +258,7 @@ def test_settings_must_be_there(tmp_path: Path) -> None:
 def test_six_processes_on_a_fresh_store(tmp_path: Path, root: Path) -> None:
     write_params(compose(root / "conf"), tmp_path)
     code = "import sys; from pathlib import Path; from oneaxis.track import live_logger\n" \
-           "log = live_logger(Path(sys.argv[1])); log({'train/x': 1.0}, int(sys.argv[2])); log.close()"  # fmt: skip
+           "log = live_logger(Path(sys.argv[1])); log({'x': 1.0}, int(sys.argv[2])); log.close()"  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
     writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(i)], env=environment,
                                 stderr=subprocess.PIPE, text=True) for i in range(6)]  # fmt: skip
@@ -274,7 +274,7 @@ def test_names() -> None:
     assert flat({"a": {"b": [1, 2], "c": {}}, "d": "x" * 7000, "e": None}) == {
         "a.b": "[1, 2]", "a.c": "{}", "d": "x" * 6000, "e": "null"}  # fmt: skip
     none = {"model": {"kind": "hub", "id": "a/b"}, "quantize": {"kind": "none"}, "train": {"kind": "none"}}
-    assert run_name(none) == "a/b · not quantised · not trained"
+    assert run_name(none) == "not quantised · not trained · a/b"
 
 
 @pytest.mark.parametrize("make", [live_logger, track])

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -37,6 +37,11 @@ from oneaxis.stage import QUIET, STATE, git_state
 
 EXPERIMENT = "oneaxis"
 STATE_TAG = "oneaxis.state"
+VIEW = "headline"
+"""Key of the shared view of MLflow's table of runs that shows the columns of a decision (`runs_page`)."""
+COLUMNS = ("metrics.`acc_bytes`", "metrics.`acc_pmi_dc`", "metrics.`attainment`", "metrics.`chosen_nats`",
+           "metrics.`goodput_tok_s`", "metrics.`ppl`", "metrics.`ppl_base`", "metrics.`reject_nats`", "tags.`valid`",
+           "tags.`displacement`", "tags.`quantize`", "tags.`train.kind`")  # fmt: skip
 LONGEST_PARAM = 6000
 BATCH = 900
 """Metrics of one call; MLflow takes 1,000 at most."""
@@ -63,17 +68,17 @@ def model_name(model: Mapping[str, Any]) -> str:
 
 
 def scheme_name(quantize: Mapping[str, Any]) -> str:
-    """The quantisation in a few words: `w8a8_int8_dynamic α=0.5`."""
+    """The quantisation in a few words: `int8_dynamic α=0.5`."""
     if quantize["kind"] == "none":
         return "not quantised"
-    smooth = quantize["smooth"]
-    return f"{quantize['kind']} α={smooth['alpha']:g}" if smooth["sites"] else f"{quantize['kind']}, not smoothed"
+    kind, smooth = str(quantize["kind"]).removeprefix("w8a8_"), quantize["smooth"]
+    return f"{kind} α={smooth['alpha']:g}" if smooth["sites"] else f"{kind} unsmoothed"
 
 
 def run_name(params: Mapping[str, Any]) -> str:
-    """`SmolLM2-135M-Instruct · w8a8_int8_dynamic α=0.5 · dpo`."""
+    """`int8_dynamic α=0.5 · dpo · SmolLM2-135M-Instruct`: first what differs most often, since tables cut names."""
     trained = "not trained" if params["train"]["kind"] == "none" else str(params["train"]["kind"])
-    return " · ".join([model_name(params["model"]), scheme_name(params["quantize"]), trained])
+    return " · ".join([scheme_name(params["quantize"]), trained, model_name(params["model"])])
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -94,9 +99,8 @@ def mlflow_key(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)[:250]
 
 
-def curve_key(column: str) -> str:
-    """The name of a training curve: of a column of `train_log.parquet`, and of the same number logged live."""
-    return mlflow_key(f"train/{column.removeprefix('train/')}")
+CURVES = "train/"
+"""Before the names of training curves, logged live or taken from `train_log.parquet`."""
 
 
 # --- the state -----------------------------------------------------------------------------------------------
@@ -179,7 +183,7 @@ def _connect(root: Path) -> tuple[Any, str, str]:
         local = uri.startswith("sqlite:///")
         place = (root.resolve() / "mlartifacts").as_uri() if local else None
         # The kind saves the reader MLflow's question which pages to show.
-        tags = {"mlflow.experimentKind": "custom_model_development"}
+        tags = {"mlflow.experimentKind": "custom_model_development", f"mlflow.sharedViewState.{VIEW}": _view()}
         try:
             return client, client.create_experiment(EXPERIMENT, artifact_location=place, tags=tags), uri
         except MlflowException:
@@ -188,6 +192,31 @@ def _connect(root: Path) -> tuple[Any, str, str]:
             if found is None:
                 raise
             return client, found.experiment_id, uri
+
+
+def _view() -> str:
+    """MLflow's own format of a shared view (its pages' state as JSON; keys that are absent take defaults)."""
+    widths = dict.fromkeys(COLUMNS, 130)
+    return json.dumps({
+        "searchFilter": "", "orderByKey": "attributes.start_time", "orderByAsc": False, "startTime": "ALL",
+        "lifecycleFilter": "Active", "modelVersionFilter": "All Runs", "datasetsFilter": [],
+        "selectedColumns": list(COLUMNS), "columnWidths": widths, "columnOrder": [], "runsPinned": [],
+        "runsHidden": [], "runsExpanded": {}, "runsHiddenMode": "FIRST_10_RUNS", "viewMaximized": False,
+        "runListHidden": False, "groupBy": None, "groupsExpanded": {}, "runsVisibilityMap": {}, "hideEmptyCharts": True,
+    })  # fmt: skip
+
+
+def runs_page(root: Path, server: str) -> str:
+    """The address, below `server` (`http://127.0.0.1:5000`), of the table of runs with the headline columns.
+
+    Raises:
+        RunError: when MLflow's store cannot be used.
+    """
+    try:
+        _, experiment, _ = _connect(root)
+    except Exception as error:
+        raise RunError(f"MLflow ({_where(root)}): {_first_line(error)}") from error
+    return f"{server}/#/experiments/{experiment}/runs?workflowType=machine_learning&viewStateShareKey={VIEW}"
 
 
 # --- the active run ------------------------------------------------------------------------------------------
@@ -229,7 +258,8 @@ class LiveLog:
     Calling never blocks and never raises. When MLflow fails, one line says so and the rest is left to `track`.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, prefix: str) -> None:
+        self._prefix = prefix
         self._waiting: queue.Queue[list[Any] | None] = queue.Queue()
         self._broken = False
         self._thread: threading.Thread | None = None
@@ -250,7 +280,7 @@ class LiveLog:
 
         now = int(time.time() * 1000)
         self._waiting.put([
-            Metric(mlflow_key(name), float(value), now, step)
+            Metric(mlflow_key(self._prefix + name), float(value), now, step)
             for name, value in metrics.items()
             if math.isfinite(value)
         ])  # fmt: skip
@@ -287,9 +317,12 @@ class LiveLog:
               "adds them later", file=sys.stderr, flush=True)  # fmt: skip
 
 
-def live_logger(root: Path) -> LiveLog:
-    """Open (or make) the active run of the present settings; the result is called as `log(metrics, step)`."""
-    return LiveLog(root)
+def live_logger(root: Path, prefix: str = CURVES) -> LiveLog:
+    """Open (or make) the active run of the present settings; the result is called as `log(metrics, step)`.
+
+    `prefix` stands before the names: it is the section of MLflow's charts that they go to.
+    """
+    return LiveLog(root, prefix)
 
 
 def _first_line(error: BaseException) -> str:
@@ -407,34 +440,38 @@ def collect_metrics(root: Path, report_metrics: Mapping[str, float] | None = Non
 
 
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The few numbers that a table of runs should open with, under names that sort to its front."""
+    """The few numbers that a table of runs opens with: short names without a stage, as columns are narrow.
+
+    `ppl` is of the model that is served; means are over tasks, `goodput_tok_s` is the best and `attainment` the worst
+    of the loads.
+    """
     found: dict[str, float] = {}
 
-    def take(name: str, source: str) -> None:
-        if source in metrics:
-            found[f"headline/{name}"] = metrics[source]
+    def take(name: str, *sources: str) -> None:
+        for source in sources:
+            if source in metrics:
+                found[name] = metrics[source]
+                return
 
-    take("perplexity_before", "calibrate/perplexity")
-    take("perplexity_before", "quantize/perplexity_before")
-    take("perplexity_after", "quantize/perplexity_after")
-    take("delta_nll", "quantize/delta_nll")
-    take("chosen_logp_change", "train_dpo/chosen_delta")
-    take("rejected_logp_change", "train_dpo/rejected_delta")
-    take("cold_start_s", "serve/cold_start_s")
-    goodputs = [value for name, value in metrics.items() if re.fullmatch(r"sweep/.+/goodput_tok_s", name)]
-    if goodputs:
-        found["headline/goodput_best_tok_s"] = max(goodputs)
-    attainments = [value for name, value in metrics.items() if re.fullmatch(r"sweep/.+/attainment", name)]
-    if attainments:
-        found["headline/attainment_worst"] = min(attainments)
-    by_bytes = [value for name, value in metrics.items() if re.fullmatch(r"score/[^/]+/acc_bytes", name)]
-    if by_bytes:
-        found["headline/acc_bytes_mean"] = sum(by_bytes) / len(by_bytes)
-    by_pmi = [value for name, value in metrics.items() if re.fullmatch(r"score/[^/]+/pmi_dc", name)]
-    if by_pmi:
-        found["headline/pmi_dc_mean"] = sum(by_pmi) / len(by_pmi)
+    def over(name: str, pattern: str, combine: Callable[[list[float]], float]) -> None:
+        values = [value for key, value in metrics.items() if re.fullmatch(pattern, key)]
+        if values:
+            found[name] = combine(values)
+
     take("valid", "report/valid")
+    take("ppl", "quantize/perplexity_after", "calibrate/perplexity")
+    take("ppl_base", "quantize/perplexity_before", "calibrate/perplexity")
+    take("chosen_nats", "train_dpo/chosen_delta")
+    take("reject_nats", "train_dpo/rejected_delta")
+    over("goodput_tok_s", r"sweep/.+/goodput_tok_s", max)
+    over("attainment", r"sweep/.+/attainment", min)
+    over("acc_bytes", r"score/[^/]+/acc_bytes", _mean)
+    over("acc_pmi_dc", r"score/[^/]+/pmi_dc", _mean)
     return found
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _tags(
@@ -455,7 +492,7 @@ def _tags(
         "train.kind": str(params["train"]["kind"]),
         "session": str(params["measure"]["session"]),
         STATE_TAG: state,
-        "dvc_lock_sha256": hashlib.sha256(_lock_text(root).encode()).hexdigest(),
+        "oneaxis.dvc_lock": hashlib.sha256(_lock_text(root).encode()).hexdigest(),
     }
     if "report/valid" in metrics:
         tags["valid"] = "true" if metrics["report/valid"] else "false"
@@ -466,7 +503,9 @@ def _tags(
     tags.update(_statuses(root, had, report is not None))
     card = (report or root / ARTIFACTS / "report") / "card.md"
     if card.is_file():
-        tags["mlflow.note.content"] = card.read_text(encoding="utf-8")
+        # MLflow shows this on the run's page, where a relative link leads nowhere.
+        words = card.read_text(encoding="utf-8").replace("[report.html](report.html)", "`report.html`, under Artifacts")
+        tags["mlflow.note.content"] = words
     # How the state came about is said once, by the run that computed it.
     if "git.commit" not in had:
         git = git_state(root)
@@ -529,7 +568,7 @@ def _missing_curves(client: Any, run_id: str, root: Path, now: int) -> list[Any]
     for column, kind in table.schema.items():
         if column == "step" or not kind.is_numeric():
             continue
-        key = curve_key(column)
+        key = mlflow_key(CURVES + column)
         known = {point.step for point in client.get_metric_history(run_id, key)}
         for step, value in table.select("step", pl.col(column).cast(pl.Float64)).drop_nulls().iter_rows():
             if step not in known and math.isfinite(value):

@@ -104,7 +104,7 @@ def training(folder: Path, draw: random.Random) -> dict[str, float]:
     write_json(folder / "train_dpo" / "displacement.json", {
         "verdict": "healthy", "chosen": {"effect": 1.75, "ci_low": 1.25, "ci_high": 2.25},
         "rejected": {"effect": -4.5, "ci_low": -5.5, "ci_high": -3.5},
-        "escape": {"effect": -0.6, "ci_low": -0.9, "ci_high": -0.3}, "n": 32, "confidence": 0.95,
+        "escape": {"effect": -0.6, "ci_low": -0.9, "ci_high": -0.3, "n": 16}, "n": 32, "confidence": 0.95,
         "thresholds": {"slight_nats": 0.5, "steep_nats": 5.0}, "reasons": ["chosen rose, rejected fell"],
     })  # fmt: skip
     return {"train_dpo/chosen_logp_before": -42.25, "train_dpo/chosen_logp_after": -40.5, "train_dpo/steps": 24.0,
@@ -120,6 +120,7 @@ def calibration(folder: Path, draw: random.Random) -> dict[str, float]:
          "ratio": (80.0 if site == "down" else 5.0) * math.exp(draw.gauss(0, 0.4))}
         for layer in range(30) for site in ("qkv", "o", "gate_up", "down")
     ]  # fmt: skip
+    rows[0]["ratio"] = None
     pl.DataFrame(rows).write_parquet(folder / "calibrate" / "outliers.parquet")
     nll(folder / "calibrate", 0.0)
     write_json(folder / "calibrate" / "coverage.json", {"channels_exceeded_share": 0.0123})
@@ -145,7 +146,15 @@ def quantisation(folder: Path, draw: random.Random) -> dict[str, float]:
          "output_error": 0.01 * math.exp(draw.gauss(0, 0.5))}
         for layer in range(30) for site in ("qkv", "o", "gate_up", "down")
     ]  # fmt: skip
-    pl.DataFrame(rows).write_parquet(folder / "quantize" / "layers.parquet")
+    whole = {
+        "layer": 0,
+        "site": None,
+        "module": "layer",
+        "fold_error": 1e-6,
+        "weight_error": None,
+        "output_error": None,
+    }
+    pl.DataFrame([*rows, whole]).write_parquet(folder / "quantize" / "layers.parquet")
     nll(folder / "quantize", 0.018)
     write_json(folder / "quantize" / "perplexity.json", {
         "before": 15.39, "after": 15.67, "n": 16, "delta_nll": {"effect": 0.018, "ci_low": 0.012, "ci_high": 0.024},
@@ -162,7 +171,7 @@ def serving(folder: Path) -> dict[str, float]:
         "asked": asked, "resolved": {**asked, "kv_cache_tokens": 46592}, "differences": [],
         "checkpoint": {"quant_method": "compressed-tensors"},
     })  # fmt: skip
-    write_json(folder / "serve" / "smoke.json", {"answers": []})
+    write_json(folder / "serve" / "smoke.json", [{"kind": "completion", "prompt": "2, 4, 6,", "sane": True}])
     return {"serve/cold_start_s": 21.4, "serve/kv_cache_tokens": 46592.0, "serve/config_differences": 0.0}
 
 
@@ -178,6 +187,7 @@ def sweep(folder: Path, draw: random.Random, params: dict[str, Any]) -> dict[str
                 own.append({
                     "shape": shape["name"], "rate_rps": float(rate), "request_id": f"{shape['name']}-{rate}-{len(own)}",
                     "intended_s": at, "sent_s": at + 0.001, "first_token_s": first, "done_s": done,
+                    "asked_output_tokens": shape["output_tokens"], "asked_prompt_tokens": shape["prompt_tokens"],
                     "prompt_tokens": shape["prompt_tokens"], "output_tokens": shape["output_tokens"],
                     "chunks": shape["output_tokens"], "token_times": [first, done], "status": "ok", "error": None,
                     "finish_reason": "length",
@@ -196,6 +206,8 @@ def sweep(folder: Path, draw: random.Random, params: dict[str, Any]) -> dict[str
     pl.DataFrame(
         {"elapsed_s": times, "running": [1.0 + i % 3 for i in range(60)], "waiting": [0.0] * 60}
     ).write_parquet(folder / "sweep" / "server_samples.parquet")
+    capacity = {"goodput_tok_s": 11.7, "rate_rps": 0.5}
+    write_json(folder / "sweep" / "summary.json", {"capacity": {"prefill_heavy": capacity, "decode_heavy": None}})
     write_json(folder / "sweep" / "guards.json", [
         {"guard": 1, "name": "unique prompts", "valid": True, "evidence": {"prompts": 90, "hit_rate": 0.0},
          "reason": ""},

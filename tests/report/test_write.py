@@ -88,6 +88,8 @@ def test_headline_says_what_the_metrics_say(whole: Whole) -> None:
     assert row[4].startswith("1,403 [")
     assert row[5:8] == ["51", "67", "23.4"]
     assert row[8].startswith("70% [")
+    assert "capacity: prefill_heavy 11.7 tokens/s at 0.5 req/s, decode_heavy none." in page.text
+    assert page.row("Escape probe log-probability, by training")[5] == "16 probes"
     accuracy = read_json(folder / "artifacts" / "score.metrics.json")["score/openbookqa/pmi_dc"]
     assert page.row("pmi_dc")[3] == f"{100 * accuracy:.1f}% ± 3.1 (n 200)"
     assert "VALID" in page.text
@@ -194,7 +196,7 @@ def test_untrained_and_unquantised_read_as_not_run(artifacts: Make, tmp_path: Pa
     assert metrics["report/valid"] == 1
     assert page.row("Perplexity (not quantised)")[1:3] == ["15.39", "same"]
     assert "Training was not run" in page.text
-    assert "not quantised · not trained" in page.text
+    assert "not quantised · not trained · SmolLM2-135M-Instruct" in page.text
 
 
 @pytest.mark.parametrize("stage", ["filter_pairs", "train_dpo", "calibrate", "quantize", "serve", "sweep", "score"])

@@ -148,6 +148,9 @@ def judge(results: Results) -> Verdict:
     if displacement and displacement["verdict"] != "healthy":
         said = "; ".join(displacement.get("reasons") or [])
         warnings.append(f"preference training: {displacement['verdict']}" + (f" ({said})" if said else ""))
+    if results.section("model").get("kind") != "random":
+        odd = [answer["prompt"] for answer in results.document("serve", "smoke.json") or [] if not answer["sane"]]
+        warnings += [f"odd answer of the served model to {prompt!r}" for prompt in odd]
     dirty = sorted(stage for stage, facts in results.provenance.items() if facts.get("git", {}).get("dirty"))
     if dirty:
         warnings.append(f"the work tree had uncommitted changes while {_listed(dirty)} ran")
@@ -186,12 +189,15 @@ def quality_and_preference(results: Results) -> Table:
     sequences = results.table("quantize", "heldout_nll.parquet")
     if "quantize/delta_nll" in m:
         n = sequences["sequence"].n_unique() if sequences is not None else None
-        low, high = m["quantize/delta_nll_ci_low"], m["quantize/delta_nll_ci_high"]
+        # One sequence alone has no interval.
+        low, high = m.get("quantize/delta_nll_ci_low"), m.get("quantize/delta_nll_ci_high")
+        around = text.NONE
+        if low is not None and high is not None:
+            around = f"{text.signed_percent(math.expm1(low))} to {text.signed_percent(math.expm1(high))}"
         rows.append(["Perplexity, by quantisation", text.number(m["quantize/perplexity_before"], 4),
                      text.number(m["quantize/perplexity_after"], 4),
                      text.signed_percent(math.expm1(m["quantize/delta_nll"])),
-                     f"{text.signed_percent(math.expm1(low))} to {text.signed_percent(math.expm1(high))}",
-                     f"{text.count(n)} sequences"])  # fmt: skip
+                     around, f"{text.count(n)} sequences"])  # fmt: skip
     elif "calibrate/perplexity" in m:
         rows.append(["Perplexity (not quantised)", text.number(m["calibrate/perplexity"], 4), "same", text.NONE,
                      text.NONE, text.NONE])  # fmt: skip
@@ -206,7 +212,7 @@ def quality_and_preference(results: Results) -> Table:
         around = (f"{text.signed(interval['ci_low'])} to {text.signed(interval['ci_high'])}"
                   if interval.get("ci_low") is not None else text.NONE)  # fmt: skip
         unit = "probes" if side == "escape" else "held-out pairs"
-        n = displacement.get("n") if side != "escape" else displacement.get("n_probes")
+        n = interval.get("n") or (displacement.get("n") if side != "escape" else None)
         rows.append([f"{title}, by training", f"{text.number(before)}", f"{text.number(after)}",
                      f"{text.signed(effect)} nats", around, f"{text.count(n)} {unit}" if n else text.NONE])  # fmt: skip
     return Table(
@@ -235,9 +241,11 @@ def latency(results: Results, intervals: Mapping[tuple[str, float], Mapping[str,
     rows, tones = [], []
     for cell in cells(results):
         n, around = cell.numbers, intervals.get((cell.shape, cell.rate_rps), {})
+        ttft = {
+            p: text.milliseconds(n[f"ttft_{p}_ms"]) if f"ttft_{p}_ms" in n else "not reached" for p in ("p50", "p90")
+        }
         rows.append([cell.shape, f"{cell.rate_rps:g}", around.get("n", text.count(n.get("n"))),
-                     f"{text.milliseconds(n.get('ttft_p50_ms'))}{around.get('ttft_p50', '')}",
-                     f"{text.milliseconds(n.get('ttft_p90_ms'))}{around.get('ttft_p90', '')}",
+                     f"{ttft['p50']}{around.get('ttft_p50', '')}", f"{ttft['p90']}{around.get('ttft_p90', '')}",
                      text.milliseconds(n.get("itl_p50_ms")), text.milliseconds(n.get("itl_p90_ms")),
                      text.number(n.get("goodput_tok_s")),
                      f"{text.percent(n.get('attainment'), 0)}{around.get('attainment', '')}"])  # fmt: skip
@@ -273,11 +281,15 @@ def findings(results: Results) -> list[str]:
     """The run in up to four sentences."""
     m, said = results.metrics, []
     if "quantize/delta_nll" in m:
-        effect, low, high = (math.expm1(m[f"quantize/delta_nll{end}"]) for end in ("", "_ci_low", "_ci_high"))
+        effect, low, high = (
+            math.expm1(m.get(f"quantize/delta_nll{end}", math.nan)) for end in ("", "_ci_low", "_ci_high")
+        )
         moved = "rose" if low > 0 else "fell" if high < 0 else "did not measurably change"
-        said.append(f"Quantisation: perplexity {moved}, {text.number(m['quantize/perplexity_before'], 4)} to "
-                    f"{text.number(m['quantize/perplexity_after'], 4)} ({text.signed_percent(effect)}, 95% interval "
-                    f"{text.signed_percent(low)} to {text.signed_percent(high)}).")  # fmt: skip
+        around = "no interval" if math.isnan(low) else (
+            f"95% interval {text.signed_percent(low)} to {text.signed_percent(high)}"
+        )  # fmt: skip
+        before, after = (text.number(m[f"quantize/perplexity_{side}"], 4) for side in ("before", "after"))
+        said.append(f"Quantisation: perplexity {moved}, {before} to {after} ({text.signed_percent(effect)}, {around}).")
     displacement = results.document("train_dpo", "displacement.json")
     if displacement:
         chosen, rejected = displacement["chosen"], displacement["rejected"]
@@ -286,9 +298,16 @@ def findings(results: Results) -> list[str]:
     measured = cells(results)
     if measured:
         held = [cell for cell in measured if cell.numbers.get("attainment", 0.0) >= 0.9]
-        best = max(measured, key=lambda cell: cell.numbers.get("goodput_tok_s", 0.0))
-        said.append(f"Serving: {len(held)} of {len(measured)} loads met their class for 90% of requests; best goodput "
-                    f"{text.number(best.numbers.get('goodput_tok_s'))} tokens/s ({best.name}).")  # fmt: skip
+        capacity = (results.document("sweep", "summary.json") or {}).get("capacity", {})
+        shapes = [shape for shape in dict.fromkeys(cell.shape for cell in measured) if shape in capacity]
+        each = [
+            f"{shape} {text.number(best['goodput_tok_s'])} tokens/s at {best['rate_rps']:g} req/s"
+            if (best := capacity[shape])
+            else f"{shape} none"
+            for shape in shapes
+        ]
+        said.append(f"Serving: {len(held)} of {len(measured)} loads met the class for 90% of their requests"
+                    + (f"; capacity: {', '.join(each)}." if each else "."))  # fmt: skip
     tasks = (results.document("score", "summary.json") or {}).get("tasks", {})
     scores = [f"{task} {text.percent(facts['scorers']['acc_bytes']['accuracy'])} ± "
               f"{_points(facts['scorers']['acc_bytes']['stderr'])}"

@@ -101,15 +101,17 @@ def _log_scale(axes: Axes, which: str, values: Sequence[float]) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def paired_change(change: Sequence[float], effect: float, low: float, high: float) -> Plot:
+def paired_change(change: Sequence[float], effect: float | None, low: float | None, high: float | None) -> Plot:
     """Change of the mean NLL of each held-out sequence (nats per token), sorted, with the mean and its interval."""
     ordered = np.sort(np.asarray(change, dtype=float))
 
     def paint(canvas: Canvas) -> None:
         axes = _axes(canvas)
         places = np.arange(1, len(ordered) + 1)
-        axes.axhspan(low, high, color=SERIES[0], alpha=0.18, linewidth=0)
-        axes.axhline(effect, color=SERIES[0], linewidth=1.3, label="mean and its 95% interval")
+        if low is not None and high is not None:
+            axes.axhspan(low, high, color=SERIES[0], alpha=0.18, linewidth=0)
+        if effect is not None:
+            axes.axhline(effect, color=SERIES[0], linewidth=1.3, label="mean and its 95% interval")
         axes.axhline(0, color=INK, linewidth=0.9)
         axes.vlines(places, 0, ordered, color=MUTED, linewidth=0.9)
         axes.plot(places, ordered, "o", color=SERIES[1], label="one sequence")
@@ -162,8 +164,8 @@ def pair_scores(kept: Sequence[float], dropped: Sequence[float], score: str, cut
     def paint(canvas: Canvas) -> None:
         axes = _axes(canvas)
         parts = [np.clip(kept, edges[0], edges[-1]), np.clip(dropped, edges[0], edges[-1])]
-        axes.hist(parts, bins=edges.tolist(), stacked=True, color=[SERIES[0], SERIES[1]], edgecolor=PAPER, linewidth=0.5,
-                  label=[f"kept ({len(kept)})", f"dropped ({len(dropped)})"])  # fmt: skip
+        axes.hist(parts, bins=edges.tolist(), stacked=True, color=[SERIES[0], SERIES[1]], edgecolor=PAPER,
+                  linewidth=0.5, label=[f"kept ({len(kept)})", f"dropped ({len(dropped)})"])  # fmt: skip
         if cutoff is not None and edges[0] <= cutoff <= edges[-1]:
             axes.axvline(cutoff, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label=f"cutoff {cutoff:.3g}")
         axes.set_xlabel(f"{score} (larger: more displacement expected)")

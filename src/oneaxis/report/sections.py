@@ -9,11 +9,13 @@ from typing import Any
 
 import polars as pl
 
+from oneaxis.config.schema import ServiceClass
+from oneaxis.load.metrics import per_request, requests_needed
 from oneaxis.report import plots, text
 from oneaxis.report.facts import SCORERS, Cell, Table, cells, differences
 from oneaxis.report.plots import Plot
 from oneaxis.report.results import STAGES, Results
-from oneaxis.report.statistics import quantile_interval, requests_needed, share_interval
+from oneaxis.report.statistics import quantile_interval, share_interval
 
 
 @dataclass
@@ -43,7 +45,7 @@ def quality(results: Results) -> Section:
     if before is not None and after is not None and "quantize/delta_nll" in m:
         both = before.join(after, on=["sequence", "position"], suffix="_after", validate="1:1")
         change = both.group_by("sequence").agg((pl.col("nll_after") - pl.col("nll")).mean().alias("change"))
-        effect, low, high = (m[f"quantize/delta_nll{end}"] for end in ("", "_ci_low", "_ci_high"))
+        effect, low, high = (m.get(f"quantize/delta_nll{end}") for end in ("", "_ci_low", "_ci_high"))
         section.plots.append(plots.paired_change(change["change"].to_list(), effect, low, high))
     outliers = results.table("calibrate", "outliers.parquet")
     if outliers is not None:
@@ -79,7 +81,8 @@ def quality(results: Results) -> Section:
 
 
 def _per_site(table: pl.DataFrame, column: str) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
-    """Per site the layers and the layer's largest value."""
+    """Per site the layers and the layer's largest value; rows of a whole layer, and undefined values, are left out."""
+    table = table.drop_nulls(["site", column])
     grouped = table.group_by("site", "layer", maintain_order=True).agg(pl.col(column).max()).sort("layer")
     sites = list(dict.fromkeys(table["site"].to_list()))
     return {
@@ -117,7 +120,7 @@ def preference(results: Results) -> Section:
     displacement = results.document("train_dpo", "displacement.json")
     if displacement:
         rows = []
-        for side in ("chosen", "rejected", "escape"):
+        for side in ("chosen", "rejected", "margin", "escape"):
             found = displacement.get(side)
             if found:
                 rows.append([side, text.signed(found["effect"]), text.signed(found.get("ci_low")),
@@ -172,16 +175,11 @@ def _short(words: str, most: int = 90) -> str:
 
 
 def cell_requests(results: Results) -> dict[tuple[str, float], pl.DataFrame]:
-    """The requests of each cell, with `ttft_ms` from the intended send; infinite for one that failed."""
+    """The requests of each cell, with `ttft_ms` (infinite for one that failed) and `good`."""
     requests = results.table("sweep", "requests.parquet")
     if requests is None:
         return {}
-    requests = requests.with_columns(
-        pl.when((pl.col("status") == "ok") & pl.col("first_token_s").is_not_null())
-        .then(1000 * (pl.col("first_token_s") - pl.col("intended_s")))
-        .otherwise(float("inf"))
-        .alias("ttft_ms")
-    )
+    requests = per_request(requests, ServiceClass(**results.section("load")["service_class"]))
     return {
         (cell.shape, cell.rate_rps): requests.filter(
             (pl.col("shape") == cell.shape) & (pl.col("rate_rps") == cell.rate_rps)
@@ -193,7 +191,6 @@ def cell_requests(results: Results) -> dict[tuple[str, float], pl.DataFrame]:
 def latency_intervals(results: Results) -> dict[tuple[str, float], dict[str, str]]:
     """What the requests of each cell bound: n, TTFT p50 and p90, attainment, each as bracketed text."""
     found = {}
-    numbers = {(cell.shape, cell.rate_rps): cell.numbers for cell in cells(results)}
     for key, requests in cell_requests(results).items():
         n, ttft = requests.height, requests["ttft_ms"].to_list()
         if not n:
@@ -203,10 +200,8 @@ def latency_intervals(results: Results) -> dict[tuple[str, float], dict[str, str
             low, high = quantile_interval(ttft, quantile)
             bounds = f"{text.milliseconds(low)}–{text.milliseconds(high) if high is not None else '?'}"
             around[name] = f" [{bounds}]" if low is not None else " [?]"
-        attainment = numbers[key].get("attainment")
-        if attainment is not None:
-            low, high = share_interval(round(attainment * n), n)
-            around["attainment"] = f" [{100 * low:.0f}–{100 * high:.0f}%]"
+        low, high = share_interval(int(requests["good"].sum()), n)
+        around["attainment"] = f" [{100 * low:.0f}–{100 * high:.0f}%]"
         found[key] = around
     return found
 
@@ -252,17 +247,8 @@ def _engine_queue(results: Results) -> dict[str, tuple[Sequence[float], Sequence
     samples = results.table("sweep", "server_samples.parquet")
     if samples is None:
         return {}
-    times = next((column for column in ("elapsed_s", "at_s", "time_s", "t_s") if column in samples.columns), None)
-    if times is None:
-        return {}
-    samples = samples.sort(times)
-    wanted = {"running": "running", "waiting": "waiting"}
-    found: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
-    for title, part in wanted.items():
-        column = next((name for name in samples.columns if part in name), None)
-        if column:
-            found[title] = (samples[times].to_list(), samples[column].to_list())
-    return found
+    known = samples.drop_nulls(["running", "waiting"]).sort("elapsed_s")
+    return {name: (known["elapsed_s"].to_list(), known[name].to_list()) for name in ("running", "waiting")}
 
 
 def _percentiles(measured: Sequence[Cell], by_cell: Mapping[tuple[str, float], pl.DataFrame]) -> Table:
@@ -274,12 +260,12 @@ def _percentiles(measured: Sequence[Cell], by_cell: Mapping[tuple[str, float], p
             values = [cell.numbers.get(f"{quantity}_{p}_ms") for p in ("p50", "p90", "p99")]
             if any(value is not None for value in values):
                 # ITL has many gaps a request, but they are not independent: the requests are what counts.
-                p99 = text.milliseconds(values[2]) + ("" if n >= requests_needed(0.99) else " *")
+                p99 = text.milliseconds(values[2]) + ("" if n >= requests_needed(99) else " *")
                 rows.append([cell.shape, f"{cell.rate_rps:g}", quantity.upper(), text.milliseconds(values[0]),
                              text.milliseconds(values[1]), p99, text.count(n)])  # fmt: skip
     return Table(
         ("Shape", "req/s", "quantity", "p50 ms", "p90 ms", "p99 ms", "n"), rows, "lrlrrrr", caption="Percentiles",
-        note=f"* A p99 with 95% confidence needs {requests_needed(0.99)} requests (a p90 {requests_needed(0.9)}): read "
+        note=f"* A p99 with 95% confidence needs {requests_needed(99)} requests (a p90 {requests_needed(90)}): read "
         "it as the slowest that was seen.", folded=True,
     )  # fmt: skip
 
@@ -346,9 +332,16 @@ def guards(results: Results) -> Section:
     if not found:
         section.absent = "sweep did not run: nothing vouches for the load."
         return section
-    rows = [[f"{guard['guard']} {guard['name']}", "valid" if guard["valid"] else "INVALID",
-             text.evidence(guard.get("evidence") or {}), guard.get("reason") or ""] for guard in found]  # fmt: skip
-    section.tables.append(Table(("Guard", "", "evidence", "reason"), rows, "lsll",
+    rows = [
+        [
+            f"{guard['guard']} {guard['name']}",
+            "valid" if guard["valid"] else "INVALID",
+            text.evidence(guard.get("evidence") or {}),
+            ". ".join(filter(None, (guard.get("reason"), guard.get("recommendation")))),
+        ]
+        for guard in found
+    ]
+    section.tables.append(Table(("Guard", "", "evidence", "reason, and what to do"), rows, "lsll",
                                 tones=["good" if guard["valid"] else "bad" for guard in found]))  # fmt: skip
     return section
 

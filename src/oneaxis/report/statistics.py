@@ -26,11 +26,6 @@ def quantile_interval(
     return bottom, top if top is None or math.isfinite(top) else None
 
 
-def requests_needed(quantile: float, confidence: float = 0.95) -> int:
-    """How many requests bound a percentile from above (one-sided): 299 for p99, 29 for p90, 5 for p50."""
-    return math.ceil(math.log(1 - confidence) / math.log(quantile))
-
-
 def share_interval(hits: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's interval of a share."""
     assert 0 <= hits <= n
