@@ -280,7 +280,7 @@ class Serve(Section):
     max_model_len: Annotated[int, Field(ge=64)]
     max_num_seqs: Count
     kv_cache_gib: Positive
-    """Memory for the KV cache on a CPU (vLLM takes whole GiB); on a GPU vLLM's own gpu_memory_utilization rules."""
+    """Memory for the KV cache on a CPU; on a GPU vLLM's own gpu_memory_utilization rules."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
     prefix_caching: bool
     enforce_eager: bool
