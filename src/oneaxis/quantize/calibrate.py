@@ -1,0 +1,95 @@
+"""calibrate: activation statistics of the policy, how far held-out text goes beyond them, and its perplexity.
+
+Everything is in float32, whatever the checkpoint's dtype: the statistics and the perplexity "before" are then free of
+rounding. Nothing here depends on alpha or the scheme, so that no change of these runs it again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+from safetensors.torch import save_file
+
+from oneaxis.artifacts import write_json
+from oneaxis.checkpoint.load import load_for_measuring
+from oneaxis.config.schema import Calibrate
+from oneaxis.errors import UserError
+from oneaxis.quantize import statistics as stats
+from oneaxis.quantize.decoder import SITES, decoder_layers
+from oneaxis.quantize.nll import heldout_nll, perplexity
+from oneaxis.quantize.text import pack
+
+
+def calibrate(policy: Path, calibration: Path, heldout: Path, settings: Calibrate, out: Path) -> dict[str, float]:
+    """Write stats.safetensors, stats.json, outliers, coverage, held-out tokens and NLL to `out`; return the metrics.
+
+    Args:
+        policy: a checkpoint folder. calibration, heldout: parquet with columns source, text.
+
+    Raises:
+        UserError: the model is not supported, or there is too little text.
+    """
+    model, tokenizer = load_for_measuring(policy, torch.float32)
+    layers = decoder_layers(model)
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest and settings.sequence_tokens > longest:
+        raise UserError(f"calibrate.sequence_tokens={settings.sequence_tokens}: longer than the model's context; "
+                        f"allowed: up to {longest}")  # fmt: skip
+    text = pack(pl.read_parquet(calibration), tokenizer, settings.num_sequences, settings.sequence_tokens,
+                origin=f"{calibration}: calibrate.num_sequences")  # fmt: skip
+    unseen = pack(pl.read_parquet(heldout), tokenizer, settings.heldout_sequences, settings.sequence_tokens,
+                  origin=f"{heldout}: calibrate.heldout_sequences")  # fmt: skip
+
+    gathered = stats.gather(model, text.token_ids_ST, settings.batch_size)
+    weights = stats.weight_absmax(model)
+    coverages = {name: stats.Coverage(seen.absmax_C) for name, seen in gathered.items()}
+    nll = heldout_nll(model, unseen, settings.batch_size, watch=_covering(model, coverages))
+
+    table = stats.outliers(gathered)
+    coverage = stats.coverage_summary(coverages)
+    save_file(stats.to_tensors(gathered, weights), out / "stats.safetensors")
+    write_json(out / "stats.json", {
+        "model_type": model.config.model_type,
+        "num_layers": len(layers),
+        "num_tokens": text.token_ids_ST.numel(),
+        "num_sequences": len(text.token_ids_ST),
+        "tokens_by_source": _tokens_by_source(text.frame()),
+        "sites": {site: list(linears) for site, linears in SITES.items()},
+        "statistics": ["absmax", "min", "max", "first_absmax", "rest_absmax", "weight_absmax"],
+        "p999": {"of": "|x| over all tokens and channels of a tensor", "by": "histogram, 8 significant bits",
+                 "relative_error_below": 2**-7},
+        "tensors": {stats.tensor_name(row["layer"], row["site"]): {
+            "absmax": row["absmax"], "p999": row["p999"], "first_absmax": row["first_absmax"],
+            "rest_absmax": row["rest_absmax"]} for row in table.iter_rows(named=True)},
+    })  # fmt: skip
+    table.write_parquet(out / "outliers.parquet")
+    write_json(out / "coverage.json", coverage)
+    unseen.frame().write_parquet(out / "heldout_tokens.parquet")
+    nll.write_parquet(out / "heldout_nll.parquet")
+
+    metrics: dict[str, Any] = {
+        "perplexity": perplexity(nll),
+        "nll": nll["nll"].mean(),
+        "outlier_ratio_max": table["ratio"].max(),
+        "tensors_above_ratio_10": int((table["ratio"] > 10).sum()),
+        "absmax_max": table["absmax"].max(),
+        "channels_exceeded_share": coverage["channels_exceeded_share"],
+        "clip_rate": coverage["clip_rate"],
+        "beyond_channel_rate": coverage["beyond_channel_rate"],
+        "tokens": text.token_ids_ST.numel(),
+        "heldout_tokens": nll.height,
+    }
+    return {f"calibrate/{name}": float(value) for name, value in metrics.items() if value is not None}
+
+
+def _tokens_by_source(tokens: pl.DataFrame) -> dict[str, int]:
+    return dict(tokens.group_by("source").len().sort("source").rows())
+
+
+@contextmanager
+def _covering(model: torch.nn.Module, coverages: dict[str, stats.Coverage]) -> Iterator[None]:
+    with stats.watching(model, lambda name, x_BTC: coverages[name].update(x_BTC)):
+        yield

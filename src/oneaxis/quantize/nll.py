@@ -1,0 +1,96 @@
+"""Negative log-likelihood per token on held-out text; perplexity is exp of its mean.
+
+Windows do not overlap: a token's context is what stands before it in its own sequence. The head is applied to a few
+hundred positions at a time, so the logits of a whole batch never exist at once.
+"""
+
+import json
+import math
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from oneaxis.artifacts import write_json
+from oneaxis.judge.paired import paired_difference
+from oneaxis.quantize.text import Sequences
+
+HEAD_ROWS = 512
+
+
+@torch.inference_mode()
+def heldout_nll(
+    model: PreTrainedModel,
+    sequences: Sequences,
+    batch_size: int,
+    watch: AbstractContextManager[Any] | None = None,
+) -> pl.DataFrame:
+    """One row per predicted token: sequence i64, position i64 (of the token), source str, nll f64 (nats).
+
+    Args:
+        watch: hooks to keep on the decoder while it runs.
+    """
+    nll_ST = torch.full(sequences.token_ids_ST.shape, float("nan"), dtype=torch.float64)
+    row = 0
+    total = sequences.token_ids_ST.numel()
+    with watch or nullcontext(), tqdm(total=total, unit="tok", desc="held-out NLL", delay=3) as bar:
+        for batch in sequences.token_ids_ST.split(batch_size):
+            hidden_BTD = model.model(input_ids=batch, use_cache=False).last_hidden_state
+            nll = token_nll(model, hidden_BTD[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+            nll_ST[row : row + len(batch), 1:] = nll.view(len(batch), -1)
+            row += len(batch)
+            bar.update(batch.numel())
+    table = sequences.frame().with_columns(nll=pl.Series(nll_ST.flatten().numpy()))
+    return table.filter("predicted").select("sequence", "position", "source", "nll")
+
+
+def token_nll(model: PreTrainedModel, hidden_ND: Tensor, target_N: Tensor) -> Tensor:
+    """-log p(target) of each of N positions, in nats, float64."""
+    head = model.get_output_embeddings()
+    pieces = [
+        torch.nn.functional.cross_entropy(head(hidden).float(), target, reduction="none").double()
+        for hidden, target in zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), strict=True)
+    ]
+    return torch.cat(pieces)
+
+
+def perplexity(table: pl.DataFrame) -> float:
+    """exp of the mean NLL over all tokens."""
+    return math.exp(float(table["nll"].mean()))  # type: ignore[arg-type]
+
+
+def compare(before: pl.DataFrame, after: pl.DataFrame) -> dict[str, Any]:
+    """perplexity.json: before, after, their ratio, and the difference in NLL per token, paired by sequence.
+
+    The interval is Student's t over the sequences (tokens of one sequence are not independent); one sequence has none.
+    """
+    keys = ["sequence", "position"]
+    assert before.select(keys).equals(after.select(keys)), "before and after are not of the same tokens"
+    by_sequence = [
+        table.group_by("sequence").agg(pl.col("nll").mean()).sort("sequence")["nll"] for table in (before, after)
+    ]
+    first, second = (column.to_numpy() for column in by_sequence)
+    delta: dict[str, Any] = {"effect": float((second - first).mean()), "ci_low": None, "ci_high": None}
+    if len(first) > 1:
+        effect = paired_difference(first, second)
+        delta = {"effect": effect.effect, "ci_low": effect.ci_low, "ci_high": effect.ci_high}
+    return {
+        "before": perplexity(before),
+        "after": perplexity(after),
+        "ratio": perplexity(after) / perplexity(before),
+        "delta_nll": delta,
+        "n": len(first),
+        "num_tokens": before.height,
+        "confidence": 0.95,
+    }
+
+
+def write_comparison(path: Path, comparison: dict[str, Any]) -> None:
+    """Write perplexity.json."""
+    assert json.dumps(comparison, allow_nan=False)
+    write_json(path, comparison)
