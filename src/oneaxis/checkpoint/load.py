@@ -126,17 +126,19 @@ def _load_int8(
                             f"allowed: what config.json says ({scheme})")  # fmt: skip
         bias_O = tensors.get(f"{name}.bias")
         layers[name] = Int8Linear(levels_OI, scale_O1, None if bias_O is None else bias_O.to(dtype), input_scale)
-        # The model is first loaded whole, so that transformers checks that no tensor is missing or too many.
+        # The model is first loaded whole, so that a tensor that is missing or too many shows.
         tensors[f"{name}.weight"] = dequantize_weight(levels_OI, scale_O1).to(dtype)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
-    )
-    wrong = (
-        sorted(report["missing_keys"]) + sorted(report["unexpected_keys"]) + sorted(map(str, report["mismatched_keys"]))
-    )
+    # Random weights are drawn and overwritten; the caller's random state is not touched by it.
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    expected = {name for name in model.state_dict() if name not in (model.all_tied_weights_keys or {})}
+    wrong = sorted(expected.symmetric_difference(tensors) - set(model.all_tied_weights_keys or {}))
+    wrong += [name for name in sorted(expected & set(tensors)) if model.state_dict()[name].shape != tensors[name].shape]
     if wrong:
         raise UserError(f"{folder}: {wrong[0]} is missing, of another shape, or unknown to this model ({len(wrong)} "
                         "such); allowed: the tensors of the model that config.json names")  # fmt: skip
+    model.load_state_dict(tensors, strict=False)
+    model.tie_weights()
     for name, layer in layers.items():
         module = model.get_submodule(name)
         assert isinstance(module, nn.Linear), f"{name} is {type(module).__name__}"
