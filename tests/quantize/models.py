@@ -1,8 +1,17 @@
-"""Tiny random decoders in float32, of every supported family, with grouped queries and biases where the family has them."""
+"""Tiny random decoders in float32, of every supported family, some with grouped queries, some with biases."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SIZES = {
     "vocab_size": 96,
