@@ -8,6 +8,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from oneaxis.config import STAGE_SECTIONS, compose
+from oneaxis.config.schema import TABLES
 from oneaxis.dag import import_closure, stage_code
 
 
@@ -88,3 +89,9 @@ def test_import_closure_follows_packages_functions_and_cycles(tmp_path: Path) ->
         "src/oneaxis/a/b.py",
         "src/oneaxis/c.py",
     ]
+
+
+def test_dvc_depends_on_every_source_of_the_users(stages: dict[str, Any]) -> None:
+    assert "${paths.model_source}" in stages["fetch_model"]["deps"]
+    for table in TABLES:
+        assert f"${{paths.{table}_source}}" in stages["prepare_data"]["deps"]
