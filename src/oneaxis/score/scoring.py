@@ -124,7 +124,7 @@ def _by_transformers(
     started = time.monotonic()
     model, tokenizer = load_for_measuring(checkpoint, getattr(torch, settings.dtype))
     encode, leading = text_encoder(tokenizer)
-    # The last token of a sequence is scored, not read: one token more than the positions fits. Some models name no limit.
+    # The last token of a sequence is scored, not read: one more than the positions fits. Some models name no limit.
     positions = getattr(model.config, "max_position_embeddings", sys.maxsize - 1)
     encoded = encode_contexts(contexts, encode, leading, positions + 1)
     loaded = time.monotonic()
