@@ -9,6 +9,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from oneaxis.errors import UserError
+from oneaxis.quantize.int8 import Int8Linear, quantize_weight
 from oneaxis.score.boundary import Target
 from oneaxis.score.local import log_probabilities
 
@@ -118,3 +119,18 @@ def test_bfloat16_scores_are_close_and_their_softmax_is_float32(llama: LlamaForC
     assert max(abs(a - b) for a, b in flat) < 0.5
     # bfloat16 has 8 bits: its own numbers between 4 and 8 are 1/32 apart, those of a float32 softmax are not.
     assert any(b * 32 != round(b * 32) for _, b in flat if 4 < -b < 8)
+
+
+def test_int8_layers_with_scales_per_token_score_the_same_in_company(llama: LlamaForCausalLM) -> None:
+    """Scales per token depend on no neighbour, so a shared prefix changes nothing here either."""
+    model = copy.deepcopy(llama)
+    for name, module in list(model.model.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            model.model.set_submodule(name, Int8Linear(*quantize_weight(module.weight.data), None, None))
+    targets = random_targets(6)
+    scored, _ = log_probabilities(model, targets, 512)
+    for target, values in zip(targets, scored, strict=True):
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(model(torch.tensor([target.ids]), use_cache=False).logits[0], dim=-1)
+        own = [float(logprobs[place - 1, target.ids[place]]) for place in range(target.start, len(target.ids))]
+        assert values == pytest.approx(own, abs=TOLERANCE)
