@@ -13,16 +13,22 @@ def work(stage: Stage) -> dict[str, float]:
     import polars as pl
 
     from oneaxis.preference.dpo import train_dpo
+    from oneaxis.track import curve_key, live_logger
 
-    metrics, notes = train_dpo(
-        stage.artifact("fetch_model", "checkpoint"),
-        pl.read_parquet(stage.artifact("filter_pairs", "pairs.parquet")),
-        pl.read_parquet(stage.artifact("prepare_data", "probes.parquet")),
-        config,
-        seed=stage.config.seed,
-        out=stage.out,
-        scratch=stage.root / STATE / "scratch" / "train_dpo",
-    )
+    live = live_logger(stage.root)
+    try:
+        metrics, notes = train_dpo(
+            stage.artifact("fetch_model", "checkpoint"),
+            pl.read_parquet(stage.artifact("filter_pairs", "pairs.parquet")),
+            pl.read_parquet(stage.artifact("prepare_data", "probes.parquet")),
+            config,
+            seed=stage.config.seed,
+            out=stage.out,
+            scratch=stage.root / STATE / "scratch" / "train_dpo",
+            on_log=lambda values, step: live({curve_key(name): value for name, value in values.items()}, step),
+        )
+    finally:
+        live.close()
     stage.notes.update(notes)
     return {f"train_dpo/{name}": value for name, value in metrics.items()}
 

@@ -133,6 +133,7 @@ def test_dpo_writes_evidence_that_agrees_with_itself(
     assert judged["chosen"]["effect"] == pytest.approx(effect.effect)
     assert judged["chosen"]["ci_low"] == pytest.approx(effect.ci_low)
     assert judged["n"] == heldout.height == 4
+    assert judged["n_probes"] == 3
     assert judged["thresholds"] == {"slight_nats": 0.5, "steep_nats": 5.0}
     assert len(judged["reasons"]) == 3
     assert notes["verdict"] == judged["verdict"]

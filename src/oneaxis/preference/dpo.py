@@ -310,6 +310,7 @@ def judge(effects: dict[str, Effect], config: TrainDpo) -> dict[str, Any]:
         "verdict": name,
         **{side: interval(effect) for side, effect in effects.items()},
         "n": effects["chosen"].n,
+        "n_probes": effects["escape"].n,
         "confidence": config.displacement.confidence,
         "thresholds": limits,
         "reasons": reasons,
