@@ -43,28 +43,36 @@ steep    severe    severe           severe           severe        severe
 def test_the_table(row: str) -> None:
     chosen, *verdicts = row.split()
     for rejected, expected in zip(CHANGES, verdicts, strict=True):
-        name, _ = verdict(CHANGES[chosen], CHANGES[rejected], FLAT, slight_nats=0.5, steep_nats=5.0)
+        name, _ = verdict(CHANGES[chosen], CHANGES[rejected], FLAT, UP, slight_nats=0.5, steep_nats=5.0)
         assert name == expected.replace("-", " "), f"chosen {chosen}, rejected {rejected}"
 
 
 def test_published_shapes_of_the_failure() -> None:
     """Near-duplicate refusals, plain DPO: chosen -2.27 -> -8.11, rejected -6.83 -> -45.5; anchored: -2.27 -> -2.28."""
     chosen, rejected = Effect(-5.84, -7.0, -4.7, 32), Effect(-38.67, -45.0, -32.0, 32)
-    assert verdict(chosen, rejected, FLAT, slight_nats=0.5, steep_nats=8.0)[0] == "displacement"
-    assert verdict(chosen, rejected, FLAT, slight_nats=0.5, steep_nats=5.0)[0] == "severe"
+    assert verdict(chosen, rejected, FLAT, UP, slight_nats=0.5, steep_nats=8.0)[0] == "displacement"
+    assert verdict(chosen, rejected, FLAT, UP, slight_nats=0.5, steep_nats=5.0)[0] == "severe"
     anchored = Effect(-0.01, -0.3, 0.28, 32)
-    assert verdict(anchored, Effect(-13.0, -16.0, -10.0, 32), FLAT, slight_nats=0.5, steep_nats=5.0)[0] == "healthy"
+    assert verdict(anchored, Effect(-13.0, -16.0, -10.0, 32), FLAT, UP, slight_nats=0.5, steep_nats=5.0)[0] == "healthy"
 
 
 def test_reasons_carry_the_numbers_and_the_escape() -> None:
-    _, reasons = verdict(DOWN, STEEP, Effect(2.0, 1.0, 3.0, 16), slight_nats=0.5, steep_nats=5.0)
+    _, reasons = verdict(DOWN, STEEP, Effect(2.0, 1.0, 3.0, 16), UP, slight_nats=0.5, steep_nats=5.0)
     assert reasons == [
         "chosen responses fell: -2.00 nats [-2.50, -1.50], n = 20",
         "rejected responses fell steeply (by 5 nats or more): -38.00 nats [-50.00, -26.00], n = 20",
+        "margin: +1.00 nats [+0.60, +1.40], n = 20",
         "escape text rose: +2.00 nats [+1.00, +3.00], n = 16; probability went to the escape text",
     ]
-    _, calm = verdict(DOWN, STEEP, FLAT, slight_nats=0.5, steep_nats=5.0)
-    assert calm[2].endswith("n = 20")
+    _, calm = verdict(DOWN, STEEP, FLAT, UP, slight_nats=0.5, steep_nats=5.0)
+    assert calm[3].endswith("n = 20")
+
+
+def test_a_mismatch_says_what_it_means() -> None:
+    _, reasons = verdict(UP, UP, FLAT, FLAT, slight_nats=0.5, steep_nats=5.0)
+    assert reasons[1].endswith("the reference does not fit these responses yet, so training taught their common form")
+    _, reasons = verdict(DOWN, UP, FLAT, FLAT, slight_nats=0.5, steep_nats=5.0)
+    assert reasons[1].endswith("the policy moved against the preference")
 
 
 def test_interval_is_what_the_report_reads() -> None:

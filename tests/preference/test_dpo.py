@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oneaxis.errors import RunError, UserError
 from oneaxis.judge.paired import paired_difference
-from oneaxis.preference.dpo import PROBE, escape_sequences, fitting, sampled, train_dpo
+from oneaxis.preference.dpo import PROBE, escape_sequences, fitting, sampled, stochastic_bfloat16, train_dpo
 from oneaxis.preference.forward import load, response_logps
 from oneaxis.preference.pairs import tokenize_pair
 
@@ -61,6 +61,25 @@ def test_a_sample_is_what_the_steps_will_see() -> None:
     assert sample.equals(sampled(table, 8, seed=0))
     assert not sample.equals(sampled(table, 8, seed=1))
     assert sampled(table, 99, seed=0).equals(table)
+
+
+def test_stochastic_rounding_keeps_the_expectation_and_the_neighbours() -> None:
+    """Between 1 and the next bfloat16, 1 + 2^-7, a quarter of the way up: a quarter of the draws go up."""
+    for sign in (1.0, -1.0):
+        value = sign * (1 + 2**-9)
+        rounded = stochastic_bfloat16(torch.full((100_000,), value), torch.Generator().manual_seed(0)).float()
+        assert set(rounded.tolist()) == {sign * 1.0, sign * (1 + 2**-7)}
+        assert (rounded != sign).float().mean().item() == pytest.approx(0.25, abs=0.005)
+    assert torch.full((1,), 1 + 2**-9).to(torch.bfloat16).item() == 1.0, "to nearest, the update is lost"
+
+
+def test_stochastic_rounding_leaves_bfloat16_numbers_alone_and_repeats() -> None:
+    exact = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    assert torch.equal(stochastic_bfloat16(exact.float(), torch.Generator().manual_seed(2)), exact)
+    weights = torch.randn(1000, generator=torch.Generator().manual_seed(3))
+    once, again = (stochastic_bfloat16(weights, torch.Generator().manual_seed(4)) for _ in range(2))
+    assert torch.equal(once, again)
+    assert not torch.equal(once, stochastic_bfloat16(weights, torch.Generator().manual_seed(5)))
 
 
 def test_pairs_longer_than_max_length_are_left_out_and_counted(tokenizer: Any) -> None:
@@ -135,7 +154,7 @@ def test_dpo_writes_evidence_that_agrees_with_itself(
     assert judged["n"] == heldout.height == 4
     assert judged["n_probes"] == 3
     assert judged["thresholds"] == {"slight_nats": 0.5, "steep_nats": 5.0}
-    assert len(judged["reasons"]) == 3
+    assert len(judged["reasons"]) == 4
     assert notes["verdict"] == judged["verdict"]
     assert metrics["chosen_delta"] == pytest.approx(metrics["chosen_logp_after"] - metrics["chosen_logp_before"])
     assert metrics["steps"] == 4

@@ -46,7 +46,7 @@ def direction(change: Effect, *, slight_nats: float, steep_nats: float) -> str:
 
 
 def verdict(
-    chosen: Effect, rejected: Effect, escape: Effect, *, slight_nats: float, steep_nats: float
+    chosen: Effect, rejected: Effect, escape: Effect, margin: Effect, *, slight_nats: float, steep_nats: float
 ) -> tuple[str, list[str]]:
     """The verdict of the module's table, and the reasons for it, one sentence each, with their numbers."""
     limits = {"slight_nats": slight_nats, "steep_nats": steep_nats}
@@ -70,8 +70,14 @@ def verdict(
         "down": "fell",
         "steep": f"fell steeply (by {steep_nats:g} nats or more)",
     }
+    hint = ""
+    if name == MISMATCH and first == "up":
+        hint = "; the reference does not fit these responses yet, so training taught their common form"
+    elif name == MISMATCH:
+        hint = "; the policy moved against the preference"
     reasons = [f"chosen responses {words[first]}: {_numbers(chosen)}",
-               f"rejected responses {words[second]}: {_numbers(rejected)}"]  # fmt: skip
+               f"rejected responses {words[second]}: {_numbers(rejected)}{hint}",
+               f"margin: {_numbers(margin)}"]  # fmt: skip
     probe = direction(escape, **limits)
     gained = "; probability went to the escape text" if probe == "up" else ""
     reasons.append(f"escape text {words[probe]}: {_numbers(escape)}{gained}")
