@@ -39,3 +39,4 @@ def test_evidence_in_one_line() -> None:
     assert text.evidence(facts) == "hit rate: 0; within: yes; seen: 1, 2; missing: not set; parts: a b: 0.5"
     assert text.value_text(list(range(20))) == "0, 1, 2, 3, 4, 5, 6, 7, … (20 in all)"
     assert text.value_text(-1.25) == "−1.25"
+    assert text.value_text(17730.0) == "17,730"

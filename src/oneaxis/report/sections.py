@@ -68,7 +68,7 @@ def quality(results: Results) -> Section:
         ["Largest outlier ratio", text.number(m.get("calibrate/outlier_ratio_max")), "absmax / p99.9"],
         ["Channels beyond their calibrated range on held-out text",
          text.percent(m.get("calibrate/channels_exceeded_share"), 2), "of channels"],
-        ["Held-out activations that would be clipped", text.percent(m.get("calibrate/clip_rate"), 4), "of values"],
+        ["Held-out activations that would be clipped", _small_percent(m.get("calibrate/clip_rate")), "of values"],
     ]  # fmt: skip
     rows = [row for row in rows if row[1] != text.NONE]
     if rows:
@@ -78,6 +78,10 @@ def quality(results: Results) -> Section:
     elif results.section("quantize").get("kind") == "none":
         section.lead = "Not quantised: the policy is served as it is. Its activations, for a later choice of scheme:"
     return section
+
+
+def _small_percent(share: float | None) -> str:
+    return text.NONE if share is None else f"{text.number(100 * share, 2)}%"
 
 
 def _per_site(table: pl.DataFrame, column: str) -> dict[str, tuple[Sequence[float], Sequence[float]]]:

@@ -66,7 +66,7 @@ def value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}".replace("-", "−")
+        return (f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}").replace("-", "−")
     if isinstance(value, Mapping):
         return evidence(value) or "none"
     if isinstance(value, Sequence) and not isinstance(value, str):
