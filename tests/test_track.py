@@ -19,7 +19,7 @@ from mlflow import MlflowClient
 from oneaxis.artifacts import write_json
 from oneaxis.config import STAGE_SECTIONS, compose, write_params
 from oneaxis.errors import RunError, UserError
-from oneaxis.track import ensure_store, flat, live_logger, mlflow_key, run_name, track, track_in_stage
+from oneaxis.track import ensure_store, flat, live_logger, mlflow_key, run_name, runs_page, track, track_in_stage
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow", "ignore::FutureWarning:mlflow")
 
@@ -247,6 +247,26 @@ def test_server_that_is_away_fails_no_stage(
     said = capfd.readouterr().err
     assert said.count("oneaxis:") == 2
     assert "secret" not in said.split("oneaxis: MLflow (")[1].split(")")[0]
+
+
+def test_table_of_runs_opens_on_columns_that_exist(project: Path) -> None:
+    """The view names what the runs hold: a column that no run has would be empty."""
+    run_stage(project, "quantize", 5, **{"quantize/perplexity_before": 15.0, "quantize/perplexity_after": 16.0})
+    run_stage(project, "train_dpo", 5, **{"train_dpo/chosen_delta": 1.0, "train_dpo/rejected_delta": -2.0})
+    run_stage(project, "sweep", 5, **{"sweep/a/r1/goodput_tok_s": 3.0, "sweep/a/r2/goodput_tok_s": 7.0,
+                                      "sweep/a/r1/attainment": 1.0, "sweep/a/r2/attainment": 0.5})  # fmt: skip
+    run_stage(project, "score", 5, **{"score/x/acc_bytes": 0.2, "score/y/acc_bytes": 0.4, "score/x/pmi_dc": 0.5})
+    run = client(project).get_run(track(project, report=project, report_metrics={"report/valid": 1.0}))
+    address = runs_page(project, "http://127.0.0.1:5000")
+    assert address.startswith(f"http://127.0.0.1:5000/#/experiments/{run.info.experiment_id}/runs?")
+    key = address.rpartition("viewStateShareKey=")[2]
+    tags = client(project).get_experiment(run.info.experiment_id).tags
+    columns = json.loads(tags[f"mlflow.sharedViewState.{key}"])["selectedColumns"]
+    held = {f"metrics.`{name}`" for name in run.data.metrics} | {f"tags.`{name}`" for name in run.data.tags}
+    assert set(columns) <= held
+    assert {name: run.data.metrics[name] for name in ("ppl", "ppl_base", "goodput_tok_s", "attainment")} == {
+        "ppl": 16.0, "ppl_base": 15.0, "goodput_tok_s": 7.0, "attainment": 0.5}  # fmt: skip
+    assert run.data.metrics["acc_bytes"] == pytest.approx(0.3)
 
 
 def test_settings_must_be_there(tmp_path: Path) -> None:
