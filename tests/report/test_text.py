@@ -26,7 +26,7 @@ def test_percent(value: float | None, shown: str) -> None:
 
 
 def test_signs_and_units() -> None:
-    assert text.signed(1.75) == "+1.75"
+    assert (text.nats(-42.25), text.signed_nats(-4.5), text.signed_nats(0.0004)) == ("−42.25", "−4.50", "+0.00")
     assert text.signed_percent(0.0183) == "+1.8%"
     assert text.milliseconds(9.96) == "10.0"
     assert text.milliseconds(1403.2) == "1,403"

@@ -82,7 +82,7 @@ def test_headline_says_what_the_metrics_say(whole: Whole) -> None:
     assert metrics == {"report/valid": 1, "report/reasons": 0, "report/warnings": 0, "report/stages_missing": 0}
     assert page.row("Perplexity, by quantisation")[1:] == ["15.39", "15.67", "+1.8%", "+1.2% to +2.4%", "16 sequences"]
     assert page.row("Chosen log-probability, by training")[1:] == [
-        "−42.2", "−40.5", "+1.75 nats", "+1.25 to +2.25", "32 held-out pairs"]  # fmt: skip
+        "−42.25", "−40.50", "+1.75 nats", "+1.25 to +2.25", "32 held-out pairs"]  # fmt: skip
     row = page.row("decode_heavy", "1")
     assert row[3].startswith("612 [")
     assert row[4].startswith("1,403 [")

@@ -146,14 +146,15 @@ def judge(results: Results) -> Verdict:
         reasons.append("quantize: perplexity was not measured on the written checkpoint")
     displacement = results.document("train_dpo", "displacement.json")
     if displacement and displacement["verdict"] != "healthy":
-        said = "; ".join(displacement.get("reasons") or [])
+        said = "" if displacement["verdict"] == "no clear change" else "; ".join(displacement.get("reasons") or [])
         warnings.append(f"preference training: {displacement['verdict']}" + (f" ({said})" if said else ""))
     if results.section("model").get("kind") != "random":
         odd = [answer["prompt"] for answer in results.document("serve", "smoke.json") or [] if not answer["sane"]]
         warnings += [f"odd answer of the served model to {prompt!r}" for prompt in odd]
     dirty = sorted(stage for stage, facts in results.provenance.items() if facts.get("git", {}).get("dirty"))
     if dirty:
-        warnings.append(f"the work tree had uncommitted changes while {_listed(dirty)} ran")
+        warnings.append(f"the work tree had uncommitted changes while {len(dirty)} stages ran: the commit alone "
+                        "does not give these numbers again")  # fmt: skip
     boots = {facts.get("hardware", {}).get("boot_id") for stage, facts in results.provenance.items()
              if stage in ("serve", "sweep")}  # fmt: skip
     if len(boots) > 1:
@@ -173,10 +174,6 @@ def _difference(found: Any) -> str:
         rest = {key: value for key, value in found.items() if value != name}
         return f"{name}: {text.evidence(rest)}"
     return str(found)
-
-
-def _listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 # --- headline ------------------------------------------------------------------------------------------------
@@ -209,12 +206,13 @@ def quality_and_preference(results: Results) -> Table:
             continue
         interval = displacement.get(side) or {}
         effect = interval.get("effect", after - before)
-        around = (f"{text.signed(interval['ci_low'])} to {text.signed(interval['ci_high'])}"
+        around = (f"{text.signed_nats(interval['ci_low'])} to {text.signed_nats(interval['ci_high'])}"
                   if interval.get("ci_low") is not None else text.NONE)  # fmt: skip
         unit = "probes" if side == "escape" else "held-out pairs"
         n = interval.get("n") or (displacement.get("n") if side != "escape" else None)
-        rows.append([f"{title}, by training", f"{text.number(before)}", f"{text.number(after)}",
-                     f"{text.signed(effect)} nats", around, f"{text.count(n)} {unit}" if n else text.NONE])  # fmt: skip
+        rows.append([f"{title}, by training", text.nats(before), text.nats(after),
+                     f"{text.signed_nats(effect)} nats", around,
+                     f"{text.count(n)} {unit}" if n else text.NONE])  # fmt: skip
     return Table(
         head=("What changed", "before", "after", "by how much", "95% interval", "n"), rows=rows, align="lrrrrr",
         caption="Quality and preference",
@@ -293,8 +291,8 @@ def findings(results: Results) -> list[str]:
     displacement = results.document("train_dpo", "displacement.json")
     if displacement:
         chosen, rejected = displacement["chosen"], displacement["rejected"]
-        said.append(f"Training: {displacement['verdict']}; chosen {text.signed(chosen['effect'])} nats, rejected "
-                    f"{text.signed(rejected['effect'])} nats per response.")  # fmt: skip
+        said.append(f"Training: {displacement['verdict']}; chosen {text.signed_nats(chosen['effect'])} nats, rejected "
+                    f"{text.signed_nats(rejected['effect'])} nats per response.")  # fmt: skip
     measured = cells(results)
     if measured:
         held = [cell for cell in measured if cell.numbers.get("attainment", 0.0) >= 0.9]
@@ -332,8 +330,9 @@ def card(results: Results, verdict: Verdict, name: str) -> str:
                      f"({text.signed_percent(math.expm1(m['quantize/delta_nll']))}).")  # fmt: skip
     displacement = results.document("train_dpo", "displacement.json")
     if displacement:
-        words.append(f"Preference {displacement['verdict']}: chosen {text.signed(displacement['chosen']['effect'])}, "
-                     f"rejected {text.signed(displacement['rejected']['effect'])} nats.")  # fmt: skip
+        words.append(f"Preference {displacement['verdict']}: chosen "
+                     f"{text.signed_nats(displacement['chosen']['effect'])}, "
+                     f"rejected {text.signed_nats(displacement['rejected']['effect'])} nats.")  # fmt: skip
     measured = cells(results)
     if measured:
         best = max(measured, key=lambda cell: cell.numbers.get("goodput_tok_s", 0.0))

@@ -127,8 +127,8 @@ def preference(results: Results) -> Section:
         for side in ("chosen", "rejected", "margin", "escape"):
             found = displacement.get(side)
             if found:
-                rows.append([side, text.signed(found["effect"]), text.signed(found.get("ci_low")),
-                             text.signed(found.get("ci_high"))])  # fmt: skip
+                rows.append([side, text.signed_nats(found["effect"]), text.signed_nats(found.get("ci_low")),
+                             text.signed_nats(found.get("ci_high"))])  # fmt: skip
         thresholds = text.evidence(displacement.get("thresholds") or {})
         said = "; ".join(displacement.get("reasons") or [])
         section.tables.insert(0, Table(

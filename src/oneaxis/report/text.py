@@ -20,13 +20,6 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:,.{places}f}".replace("-", "−")
 
 
-def signed(value: float | None, digits: int = 3) -> str:
-    """`number` with its sign always shown."""
-    if value is None or not math.isfinite(value):
-        return NONE
-    return ("+" if value > 0 else "") + number(value, digits)
-
-
 def percent(share: float | None, places: int = 1) -> str:
     """A share as a percentage: 0.385 -> 38.5%."""
     return NONE if share is None or not math.isfinite(share) else f"{100 * share:.{places}f}%".replace("-", "−")
@@ -52,6 +45,16 @@ def seconds(value: float | None) -> str:
     if value < 60:
         return f"{value:.1f} s"
     return f"{int(value // 60)} min {int(value % 60)} s"
+
+
+def nats(value: float | None) -> str:
+    """A log-probability, two places: −42.25. Hundredths of a nat are below what decides."""
+    return NONE if value is None or not math.isfinite(value) else f"{value:,.2f}".replace("-", "−")
+
+
+def signed_nats(value: float | None) -> str:
+    """A change of a log-probability: +1.75."""
+    return NONE if value is None or not math.isfinite(value) else f"{value:+,.2f}".replace("-", "−")
 
 
 def count(value: float | None) -> str:
