@@ -16,7 +16,8 @@ def work(stage: Stage) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     from oneaxis.load.plan import check_fits, draw_plan, text_tokens
-    from oneaxis.load.sweep import flat_metrics, judge, report_lines, run_sweep, summarise, summary_document
+    from oneaxis.load.summary import flat_metrics, judge, report_lines, summarise, summary_document
+    from oneaxis.load.sweep import run_sweep
     from oneaxis.serve import realised_config, running_engine
 
     config, measure = stage.config, stage.config.measure

@@ -6,7 +6,8 @@ engine. Real: sockets, streaming, the clock.
 
 import asyncio
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import polars as pl
 import pytest
@@ -38,12 +39,14 @@ def plan(rows: Sequence[tuple[str, float, int]], prompt_tokens: int = 6) -> list
     return requests_of(table, "fake")
 
 
-def send(base_url: str, requests: list[Request], *, timeout_s: float = 20, alive: bool = True) -> dict[str, Record]:
+def send(
+    base_url: str, requests: list[Request], *, timeout_s: float = 20, alive: Callable[[], bool] = lambda: True
+) -> dict[str, Record]:
     """Send all and give the records by request id."""
 
     async def go() -> list[Record]:
         async with open_session() as session:
-            return await send_all(session, base_url, requests, timeout_s=timeout_s, alive=lambda: alive)
+            return await send_all(session, base_url, requests, timeout_s=timeout_s, alive=alive)
 
     return {record.request_id: record for record in asyncio.run(go())}
 
@@ -148,8 +151,24 @@ def test_each_fault_has_its_status() -> None:
 
 def test_a_broken_connection_of_a_dead_engine_is_told_apart() -> None:
     with fake_server(Answer(chunks=((0.01, 1),), ending="cut")) as server:
-        records = send(server.base_url, plan([("a", 0.0, 4)]), alive=False)
+        records = send(server.base_url, plan([("a", 0.0, 4)]), alive=lambda: False)
     assert records["a"].status == "engine_died"
+
+
+def test_a_dead_engine_may_be_seen_to_be_dead_a_moment_after_its_connections_broke() -> None:
+    broken_at: list[float] = []
+
+    def alive() -> bool:
+        # Asked only once, later than the kernel needs to end the process.
+        broken_at.append(time.perf_counter())
+        return broken_at[0] - cut_at < 0.2
+
+    with fake_server(Answer(chunks=((0.01, 1),), ending="cut")) as server:
+        cut_at = time.perf_counter()
+        records = send(server.base_url, plan([("a", 0.0, 4)]), alive=alive)
+    assert records["a"].status == "engine_died"
+    assert records["a"].ended_s is not None
+    assert records["a"].ended_s < broken_at[0] - cut_at - 0.2
 
 
 def test_a_port_that_nobody_listens_on_is_refused() -> None:
@@ -157,7 +176,7 @@ def test_a_port_that_nobody_listens_on_is_refused() -> None:
         holder.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{holder.getsockname()[1]}"
         assert send(url, plan([("a", 0.0, 4)]))["a"].status == "refused"
-        assert send(url, plan([("a", 0.0, 4)]), alive=False)["a"].status == "engine_died"
+        assert send(url, plan([("a", 0.0, 4)]), alive=lambda: False)["a"].status == "engine_died"
 
 
 def test_the_time_limit_counts_from_the_intended_moment() -> None:

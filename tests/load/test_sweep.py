@@ -18,7 +18,8 @@ import pytest
 from oneaxis.config.schema import Gate, Load
 from oneaxis.errors import RunError
 from oneaxis.load.plan import Plan, draw_plan
-from oneaxis.load.sweep import Sweep, flat_metrics, judge, report_lines, run_sweep, summarise, summary_document
+from oneaxis.load.summary import flat_metrics, judge, report_lines, summarise, summary_document
+from oneaxis.load.sweep import Sweep, run_sweep
 from tests.load.fake_server import Answer, FakeServer, fake_server
 
 GATE = Gate(max_send_lag_p99_ms=100.0, max_prefix_hit_rate=0.01, max_token_disagreement=0.01)
@@ -92,7 +93,8 @@ def test_a_clean_sweep_end_to_end(plan: Plan) -> None:
     assert metrics["sweep/short/r10/tpot_p50_ms"] == pytest.approx(30, abs=15)
     assert metrics["sweep/short/r10/goodput_tok_s"] == pytest.approx(50 / 1.05, rel=0.15)
     assert metrics["sweep/short/capacity_tok_s"] == metrics["sweep/short/r10/goodput_tok_s"]
-    assert not [name for name in metrics if name.startswith("sweep/long/r10/tpot")]
+    # A shape of one token has neither.
+    assert not [name for name in metrics if name.startswith(("sweep/long/r10/tpot", "sweep/long/r10/itl"))]
 
 
 def test_what_is_said_of_a_sweep(plan: Plan) -> None:
@@ -119,7 +121,11 @@ def test_what_is_said_of_a_sweep(plan: Plan) -> None:
     assert "failed 1" in lines[0]
     assert "on TTFT alone" in lines[0]
     assert "n too small for a p90" in lines[0]
+    assert lines[-3] == f"long: capacity {long['goodput_tok_s']:.1f} tok/s at 10 req/s"
     assert lines[-1] == "load: VALID (6 guards)"
+    said = report_lines(document, judge(plan, sweep, cells, ["kv_cache_dtype: fp8"], GATE))
+    assert said[-2] == "load: INVALID"
+    assert "guard 3, realised config: the engine runs otherwise than asked: kv_cache_dtype: fp8. To do: " in said[-1]
 
 
 def test_guards_fail_for_what_the_server_does(plan: Plan) -> None:
@@ -157,12 +163,13 @@ def test_prompts_that_repeat_trip_the_guard_by_themselves_and_by_the_servers_cou
 
 
 def test_an_engine_that_dies_in_the_middle_ends_the_sweep_at_once_with_its_last_words(plan: Plan) -> None:
+    hanging = {name: Answer(ending="hang", chunks=()) for name in plan.arrivals["request_id"]}
     started = time.perf_counter()
-    with fake_server(Answer(gap_s=0.3), kill_after=8) as server:
+    with fake_server(answers=hanging, kill_after=8) as server:
         with pytest.raises(RunError, match="the engine died: out of memory in block 7"):
-            sweep_of(server, plan)
-    # Neither the plan (2 s and more) nor the time limit (3 s) is waited for.
-    assert time.perf_counter() - started < 2.5
+            run_sweep(server, plan, duration_s=50, timeout_s=50)
+    # Neither the duration of the cell nor the time limit of its requests is waited for.
+    assert time.perf_counter() - started < 25
 
 
 def test_an_engine_whose_last_request_kills_it(plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""A sweep of cells (shape x rate) against a running engine: from the plan to tables, summary, guards and metrics.
+"""A sweep of cells (shape x rate) against a running engine: from the plan to one row per request and server counters.
 
 Each cell: its own warm-up, a reset of the prefix cache, the server's counters, the load, the drain, the counters again.
 A cell ends when its last request has ended, at the latest `request_timeout_s` after the last was to be sent. An engine
@@ -19,26 +19,18 @@ import aiohttp
 import polars as pl
 from tqdm import tqdm
 
-from oneaxis.config.schema import Gate, Load
 from oneaxis.errors import RunError
-from oneaxis.judge import guards
 from oneaxis.load.client import Record, Request, open_session, request_table, requests_of, send_all
-from oneaxis.load.metrics import (
-    CAPACITY_ATTAINMENT,
-    HEADLINE_PERCENTILE,
-    LATENCIES,
-    PERCENTILES,
-    capacity,
-    requests_needed,
-    summarise_cell,
-)
 from oneaxis.load.plan import Plan, rate_label
 from oneaxis.serve.metrics import metric_total, parse_metrics
 
 ALIVE_EVERY_S = 0.1
 SAMPLE_EVERY_S = 0.5
 SETTLE_S = 2.0
-"""How long an engine may take to be idle, or to be seen dead, after the last request of a cell."""
+"""How long an engine may take to be idle, or to be seen dead, after the last request of a cell.
+
+vLLM does not update its gauges after the last request was aborted, so a cell that ends in timeouts waits for all of it.
+"""
 
 COUNTERS = {
     "prefix_cache_queries": "vllm:prefix_cache_queries_total",
@@ -279,139 +271,3 @@ async def _sample(
                 }
             )
         await asyncio.sleep(SAMPLE_EVERY_S)
-
-
-# --- what was recorded, summed up ----------------------------------------------------------------------------
-
-
-def summarise(sweep: Sweep, load: Load) -> pl.DataFrame:
-    """One row per cell: `summarise_cell`, the increases of the server's counters, and `prefix_hit_rate`."""
-    rows = []
-    for (shape, rate), requests in sweep.requests.group_by("shape", "rate_rps", maintain_order=True):
-        counted = sweep.counters[shape, rate]
-        rows.append(
-            {
-                "shape": shape,
-                "rate_rps": rate,
-                **summarise_cell(requests, load.service_class, load.duration_s),
-                "prefix_hit_rate": hit_rate(counted["prefix_cache_hits"], counted["prefix_cache_queries"]),
-                **{f"server_{name}": value for name, value in counted.items()},
-            }
-        )
-    return pl.DataFrame(rows, infer_schema_length=None)
-
-
-def hit_rate(hits: float | None, queries: float | None) -> float | None:
-    """Cached prompt tokens / prompt tokens looked up; 0 when nothing was looked up, None without the counters."""
-    if hits is None or queries is None:
-        return None
-    return hits / queries if queries else 0.0
-
-
-def judge(plan: Plan, sweep: Sweep, cells: pl.DataFrame, differences: Sequence[Any], gate: Gate) -> list[guards.Guard]:
-    """The validity guards of a sweep, in their order.
-
-    Args:
-        differences: what the engine runs otherwise than asked (`realised_config`).
-    """
-    labels = [f"{shape} {rate_label(rate)}" for shape, rate in cells.select("shape", "rate_rps").iter_rows()]
-    prompts = [*plan.arrivals["prompt_token_ids"].to_list(), *plan.warmups["prompt_token_ids"].to_list()]
-    planned = plan.arrivals.group_by("shape", "rate_rps", maintain_order=True).len()
-    scheduled = {f"{shape} {rate_label(rate)}": count for shape, rate, count in planned.iter_rows()}
-    return [
-        guards.unique_prompts(
-            prompts, dict(zip(labels, cells["prefix_hit_rate"], strict=True)), gate.max_prefix_hit_rate
-        ),
-        guards.token_truth(
-            sweep.requests,
-            _sum(cells["server_prompt_tokens"].to_list()),
-            _sum(cells["server_output_tokens"].to_list()),
-            gate.max_token_disagreement,
-        ),
-        guards.realised_as_asked(differences),
-        guards.load_fidelity(sweep.requests, scheduled, gate.max_send_lag_p99_ms),
-        guards.survivors(plan.arrivals["request_id"].to_list(), sweep.requests, cells),
-        guards.output_limit(sweep.requests),
-    ]
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return sum(present) if len(present) == len(values) else None
-
-
-def summary_document(cells: pl.DataFrame, verdicts: Sequence[guards.Guard], sweep: Sweep, load: Load) -> dict[str, Any]:
-    """`summary.json`: the cells with what their numbers support, capacity per shape, and the verdict.
-
-    `not_reached` names percentiles that fall on a request that failed; `supported` says whether n is enough to claim
-    each percentile with 95% confidence; `judged_on` what the service class asked of the shape.
-    """
-    one_token = {shape.name for shape in load.shapes if shape.output_tokens == 1}
-    documents = []
-    for row, condition in zip(cells.to_dicts(), sweep.conditions, strict=True):
-        asked = [name for name in LATENCIES if row["shape"] not in one_token or name in ("ttft", "e2e")]
-        names = [f"{name}_p{percent}_ms" for name in asked for percent in PERCENTILES]
-        documents.append(
-            {
-                **row,
-                "not_reached": [name for name in names if row[name] is None],
-                "supported": {f"p{percent}": row["n"] >= requests_needed(percent) for percent in PERCENTILES},
-                "judged_on": ["ttft"] if row["shape"] in one_token else ["ttft", "tpot"],
-                "warmup_ok": condition["warmup_ok"],
-                "prefix_cache_reset": condition["prefix_cache_reset"],
-            }
-        )
-    return {
-        "valid": all(guard.valid for guard in verdicts),
-        "invalid": [f"guard {guard.number} ({guard.name}): {guard.reason}" for guard in verdicts if not guard.valid],
-        "headline_percentile": HEADLINE_PERCENTILE,
-        "requests_needed": {f"p{percent}": requests_needed(percent) for percent in PERCENTILES},
-        "service_class": load.service_class.model_dump(),
-        "capacity_attainment": CAPACITY_ATTAINMENT,
-        "capacity": capacity(cells),
-        "cells": documents,
-    }
-
-
-def flat_metrics(cells: pl.DataFrame, verdicts: Sequence[guards.Guard]) -> dict[str, float]:
-    """Metrics `sweep/...`; what is undefined or not reached is left out."""
-    metrics: dict[str, float | None] = {
-        "sweep/valid": float(all(guard.valid for guard in verdicts)),
-        "sweep/requests": float(cells["n"].sum()),
-        "sweep/failed": float(cells["failed"].sum()),
-        "sweep/prefix_hit_rate": hit_rate(
-            _sum(cells["server_prefix_cache_hits"].to_list()), _sum(cells["server_prefix_cache_queries"].to_list())
-        ),
-    }
-    for cell in cells.iter_rows(named=True):
-        prefix = f"sweep/{cell['shape']}/{rate_label(cell['rate_rps'])}"
-        metrics.update({f"{prefix}/{name}": cell[name] for name in cell if name not in ("shape", "rate_rps")})
-    for shape, best in capacity(cells).items():
-        metrics[f"sweep/{shape}/capacity_tok_s"] = best["goodput_tok_s"] if best else None
-    return {name: float(value) for name, value in metrics.items() if value is not None}
-
-
-def report_lines(document: Mapping[str, Any], verdicts: Sequence[guards.Guard]) -> list[str]:
-    """What a person reads at the end: a line per cell, then VALID, or INVALID with why and what to do."""
-    lines = []
-    for cell in document["cells"]:
-        supported = "" if cell["supported"][f"p{HEADLINE_PERCENTILE}"] else (
-            f" (n too small for a p{HEADLINE_PERCENTILE}: {requests_needed(HEADLINE_PERCENTILE)} needed)"
-        )  # fmt: skip
-        on = " (on TTFT alone: one output token)" if cell["judged_on"] == ["ttft"] else ""
-        lines.append(
-            f"{cell['shape']} at {cell['rate_rps']:g} req/s: n {cell['n']}, failed {cell['failed']}, "
-            f"TTFT p{HEADLINE_PERCENTILE} {_ms(cell, 'ttft')}, TPOT p{HEADLINE_PERCENTILE} {_ms(cell, 'tpot')}, "
-            f"goodput {cell['goodput_tok_s']:.1f} tok/s, attainment {cell['attainment']:.0%}{on}{supported}"
-        )
-    failed = [guard for guard in verdicts if not guard.valid]
-    lines.append("load: INVALID" if failed else f"load: VALID ({len(verdicts)} guards)")
-    lines.extend(f"  guard {guard.number}, {guard.name}: {guard.reason}. {guard.recommendation}" for guard in failed)
-    return lines
-
-
-def _ms(cell: Mapping[str, Any], latency: str) -> str:
-    name = f"{latency}_p{HEADLINE_PERCENTILE}_ms"
-    if cell[name] is None:
-        return "not reached" if name in cell["not_reached"] else "undefined"
-    return f"{cell[name]:.0f} ms"
