@@ -37,15 +37,14 @@ def load_for_measuring(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedMode
     """
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json; allowed: a folder with config.json, *.safetensors and a tokenizer")
+    if not list(folder.glob("*.safetensors")):
+        raise UserError(
+            f"{folder}: no *.safetensors; allowed: a folder with config.json, *.safetensors and a tokenizer"
+        )
     tokenizer = load_tokenizer(folder)
     config, quantization = read_config(folder)
     if quantization is None:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise UserError(f"{folder}: the model does not load: {_first_line(error)}") from error
+        model = _load_plain(folder, config, dtype)
     else:
         model = _load_int8(folder, config, quantization, dtype)
     model.eval()
@@ -91,7 +90,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a folder's safetensors, by name.
 
     Raises:
-        UserError: there are none, or a file is broken.
+        UserError: a file is broken.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -106,6 +105,30 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise UserError(f"{path}: not a whole safetensors file: {_first_line(error)}") from error
     return tensors
+
+
+def _load_plain(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{folder}: the model does not load: {_first_line(error)}") from error
+    # transformers draws random weights for what is missing, and only says so in a log.
+    _require_whole(folder, sorted(report["missing_keys"]))
+    return model
+
+
+def _require_whole(folder: Path, wrong: list[str]) -> None:
+    if wrong:
+        raise UserError(f"{folder}: {wrong[0]} is missing, of another shape, or unknown to this model ({len(wrong)} "
+                        "such); allowed: the tensors of the model that config.json names")  # fmt: skip
 
 
 def _load_int8(
@@ -134,9 +157,7 @@ def _load_int8(
     expected = {name for name in model.state_dict() if name not in (model.all_tied_weights_keys or {})}
     wrong = sorted(expected.symmetric_difference(tensors) - set(model.all_tied_weights_keys or {}))
     wrong += [name for name in sorted(expected & set(tensors)) if model.state_dict()[name].shape != tensors[name].shape]
-    if wrong:
-        raise UserError(f"{folder}: {wrong[0]} is missing, of another shape, or unknown to this model ({len(wrong)} "
-                        "such); allowed: the tensors of the model that config.json names")  # fmt: skip
+    _require_whole(folder, wrong)
     model.load_state_dict(tensors, strict=False)
     model.tie_weights()
     for name, layer in layers.items():

@@ -51,6 +51,7 @@ def calibrate(policy: Path, calibration: Path, heldout: Path, settings: Calibrat
     table = stats.outliers(gathered)
     coverage = stats.coverage_summary(coverages)
     save_file(stats.to_tensors(gathered, weights), out / "stats.safetensors")
+    (out / "stats.safetensors").chmod(0o644)
     write_json(out / "stats.json", {
         "model_type": model.config.model_type,
         "num_layers": len(layers),

@@ -1,0 +1,154 @@
+"""The whole of `quantize` on a tiny random checkpoint; the arithmetic is checked from the written file alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from oneaxis.checkpoint.load import load_for_measuring
+from oneaxis.errors import UserError
+from oneaxis.quantize.apply import quantize
+from oneaxis.quantize.int8 import Int8Linear
+from tests.quantize.checkpoints import calibrated, int8
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    policy, out, _ = calibrated(tmp_path_factory.mktemp("base"))
+    return policy, out
+
+
+def run(base: tuple[Path, Path], out: Path, settings: Any) -> dict[str, float]:
+    out.mkdir(exist_ok=True)
+    return quantize(*base, settings, out)[0]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_checkpoint_holds_rounded_smoothed_weights(base: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
+    """Oracle: SmoothQuant of one site and RTN, written out again from the policy and the statistics."""
+    metrics = run(base, tmp_path, int8(kind, alpha=0.6))
+    tensors = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    policy, stats = load_file(base[0] / "model.safetensors"), load_file(base[1] / "stats.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    s = stats["layers.1.down.absmax"] ** 0.6 / stats["layers.1.down.weight_absmax"] ** 0.4
+    smoothed = policy[f"{name}.weight"].float() * s
+    scale = smoothed.abs().amax(1, keepdim=True) / 127
+    torch.testing.assert_close(tensors[f"{name}.weight_scale"], scale)
+    assert tensors[f"{name}.weight"].dtype == torch.int8
+    assert (tensors[f"{name}.weight"] - smoothed / scale).abs().max() < 0.501
+    if kind == "static":
+        expected = (stats["layers.1.down.absmax"] / s).max() / 127
+        torch.testing.assert_close(tensors[f"{name}.input_scale"], expected[None])
+        shared = [tensors[f"model.layers.0.self_attn.{part}_proj.input_scale"] for part in "qkv"]
+        assert shared[0].equal(shared[1])
+        assert shared[0].equal(shared[2])
+    assert (kind == "static") == any(key.endswith("input_scale") for key in tensors)
+    norm = tensors["model.layers.0.input_layernorm.weight"]
+    assert norm.dtype == torch.bfloat16
+    assert not norm.equal(policy["model.layers.0.input_layernorm.weight"])
+    for key in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
+        assert tensors[key].equal(policy[key])
+    assert metrics["quantize/num_quantized_linears"] == 14
+    assert metrics["quantize/fold_error_max"] < 1e-5
+    assert 0 < metrics["quantize/weight_error_max"] < 0.05
+
+
+def test_nll_after_is_that_of_the_checkpoint_read_back(base: tuple[Path, Path], tmp_path: Path) -> None:
+    metrics = run(base, tmp_path, int8("dynamic"))
+    model, _ = load_for_measuring(tmp_path / "checkpoint", torch.float32)
+    assert sum(isinstance(module, Int8Linear) for module in model.modules()) == 14
+    tokens = pl.read_parquet(base[1] / "heldout_tokens.parquet")
+    ids = torch.tensor(tokens["token_id"].to_list()).view(4, 64)
+    log_probs = model(ids).logits[:, :-1].log_softmax(-1)
+    expected = -log_probs.gather(2, ids[:, 1:, None]).flatten()
+    after = pl.read_parquet(tmp_path / "heldout_nll.parquet")
+    torch.testing.assert_close(torch.tensor(after["nll"].to_list()), expected, rtol=1e-4, atol=1e-4)
+    before = pl.read_parquet(base[1] / "heldout_nll.parquet")
+    difference = after["nll"].mean() - before["nll"].mean()  # type: ignore[operator]
+    assert metrics["quantize/delta_nll"] == pytest.approx(difference)
+    assert metrics["quantize/delta_nll_ci_low"] < difference < metrics["quantize/delta_nll_ci_high"]
+    assert abs(difference) < 0.05 * before["nll"].mean()  # type: ignore[operator]
+    recorded = json.loads((tmp_path / "perplexity.json").read_text(encoding="utf-8"))
+    assert recorded["after"] == metrics["quantize/perplexity_after"]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_is_byte_identical_when_run_again(base: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for out in (first, second):
+        run(base, out, int8(kind))
+    files = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(second) for path in second.rglob("*") if path.is_file())
+    assert all((second / name).read_bytes() == (first / name).read_bytes() for name in files)
+
+
+def test_checkpoint_is_complete(base: tuple[Path, Path], tmp_path: Path) -> None:
+    run(base, tmp_path, int8("dynamic"))
+    names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
+    assert names == {path.name for path in base[0].iterdir()}
+    for name in names - {"config.json", "model.safetensors"}:
+        assert (tmp_path / "checkpoint" / name).read_bytes() == (base[0] / name).read_bytes()
+    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text(encoding="utf-8"))
+    assert config.pop("quantization_config")["ignore"] == ["lm_head"]
+    assert config == json.loads((base[0] / "config.json").read_text(encoding="utf-8"))
+
+
+def test_ignored_linears_stay_as_they_are(base: tuple[Path, Path], tmp_path: Path) -> None:
+    """An unsmoothed site keeps its weights bit for bit; what feeds another site is folded and stored in BF16."""
+    run(
+        base,
+        tmp_path,
+        int8("dynamic", ignore=(r"re:.*layers\.0\.self_attn\.[qkv]_proj", "model.layers.1.mlp.down_proj")),
+    )
+    tensors, policy = load_file(tmp_path / "checkpoint" / "model.safetensors"), load_file(base[0] / "model.safetensors")
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.0.input_layernorm", "model.layers.1.mlp.down_proj"):
+        assert tensors[f"{name}.weight"].equal(policy[f"{name}.weight"])
+    value = "model.layers.0.self_attn.v_proj.weight"
+    assert tensors[value].dtype == torch.bfloat16
+    assert not tensors[value].equal(policy[value])
+    layers = pl.read_parquet(tmp_path / "layers.parquet").filter(pl.col("module") != "layer")
+    assert layers.filter(~pl.col("quantized")).height == 4
+    assert layers.filter(pl.col("weight_error").is_null()).height == 4
+    model, _ = load_for_measuring(tmp_path / "checkpoint", torch.float32)
+    assert isinstance(model.model.layers[1].mlp.down_proj, torch.nn.Linear)
+
+
+def test_smoothing_helps_static_activations_with_outliers(tmp_path: Path) -> None:
+    """A policy whose up_proj makes a few channels 100 times larger: smoothing must win most of the loss back."""
+    policy, out, _ = calibrated(tmp_path)
+    tensors = load_file(policy / "model.safetensors")
+    for layer in (0, 1):
+        tensors[f"model.layers.{layer}.mlp.up_proj.weight"][:3] *= 128
+        tensors[f"model.layers.{layer}.mlp.down_proj.weight"][:, :3] /= 128
+    from safetensors.torch import save_file
+
+    from oneaxis.config.schema import Calibrate
+    from oneaxis.quantize.calibrate import calibrate
+
+    save_file(tensors, policy / "model.safetensors", metadata={"format": "pt"})
+    texts = tmp_path / "calibration.parquet", tmp_path / "heldout.parquet"
+    values = {"num_sequences": 8, "heldout_sequences": 4, "sequence_tokens": 64, "batch_size": 3}
+    calibrate(policy, *texts, Calibrate(**values), out)
+    plain = run((policy, out), tmp_path / "plain", int8("static", sites=[]))["quantize/output_error_max"]
+    smooth = run((policy, out), tmp_path / "smooth", int8("static", alpha=0.5))["quantize/output_error_max"]
+    assert smooth < plain / 10
+
+
+def test_statistics_of_another_model_are_refused(base: tuple[Path, Path], tmp_path: Path) -> None:
+    from tests.serve.tiny import random_llama
+
+    other = random_llama(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}), encoding="utf-8")
+    tensors = load_file(other / "model.safetensors")
+    from safetensors.torch import save_file
+
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}, other / "model.safetensors"
+    )
+    with pytest.raises(UserError, match="statistics are not of this model"):
+        run((other, base[1]), tmp_path, int8())
