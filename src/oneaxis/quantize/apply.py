@@ -27,7 +27,7 @@ from oneaxis.config.schema import QuantizeInt8
 from oneaxis.errors import UserError
 from oneaxis.quantize.decoder import LINEARS, NORMS, SITES, Heads, decoder_layers, heads
 from oneaxis.quantize.int8 import Int8Linear, dequantize_weight, quantize_weight, static_scale
-from oneaxis.quantize.nll import compare, heldout_nll, write_comparison
+from oneaxis.quantize.nll import compare, heldout_nll
 from oneaxis.quantize.smooth import fold_layer, layer_scales
 from oneaxis.quantize.text import Sequences, sequences_from_frame
 
@@ -80,7 +80,7 @@ def quantize(
     after = heldout_nll(model, unseen, max(1, BATCH_TOKENS // unseen.token_ids_ST.shape[1]))
     after.write_parquet(out / "heldout_nll.parquet")
     comparison = compare(before, after)
-    write_comparison(out / "perplexity.json", comparison)
+    write_json(out / "perplexity.json", comparison)
 
     delta = comparison["delta_nll"]
     metrics = {

@@ -4,10 +4,8 @@ Windows do not overlap: a token's context is what stands before it in its own se
 hundred positions at a time, so the logits of a whole batch never exist at once.
 """
 
-import json
 import math
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -16,7 +14,6 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from oneaxis.artifacts import write_json
 from oneaxis.judge.paired import paired_difference
 from oneaxis.quantize.text import Sequences
 
@@ -88,9 +85,3 @@ def compare(before: pl.DataFrame, after: pl.DataFrame) -> dict[str, Any]:
         "num_tokens": before.height,
         "confidence": 0.95,
     }
-
-
-def write_comparison(path: Path, comparison: dict[str, Any]) -> None:
-    """Write perplexity.json."""
-    assert json.dumps(comparison, allow_nan=False)
-    write_json(path, comparison)
