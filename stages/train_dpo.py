@@ -13,7 +13,7 @@ def work(stage: Stage) -> dict[str, float]:
     import polars as pl
 
     from oneaxis.preference.dpo import train_dpo
-    from oneaxis.track import curve_key, live_logger
+    from oneaxis.track import live_logger
 
     live = live_logger(stage.root)
     try:
@@ -25,7 +25,7 @@ def work(stage: Stage) -> dict[str, float]:
             seed=stage.config.seed,
             out=stage.out,
             scratch=stage.root / STATE / "scratch" / "train_dpo",
-            on_log=lambda values, step: live({curve_key(name): value for name, value in values.items()}, step),
+            on_log=live,
         )
     finally:
         live.close()

@@ -133,7 +133,9 @@ def _ui(options: argparse.Namespace) -> int:
         raise UserError(f"--port={options.port}: allowed: 1 to 65535")
     store = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store]
-    print(f"http://127.0.0.1:{options.port} (Ctrl-C stops it)", flush=True)
+    from oneaxis.track import runs_page
+
+    print(f"{runs_page(root, f'http://127.0.0.1:{options.port}')}\n(Ctrl-C stops it)", flush=True)
     # MLflow starts children of its own: they get a group, and the whole group is stopped.
     server = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(options.port)], start_new_session=True)
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))

@@ -218,15 +218,19 @@ def hardware() -> dict[str, Any]:
 
 
 def git_state(root: Path) -> dict[str, Any]:
-    """The commit of the project and whether the work tree differs from it; empty outside git."""
+    """The commit of the project and whether the work tree differs from it; empty outside git.
+
+    `params.yaml` and `dvc.lock` do not count: every run may write them, and both are recorded elsewhere.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=True
         ).stdout.strip()
 
+    differ = (".", ":(exclude)params.yaml", ":(exclude)dvc.lock")
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", *differ))}
     except (OSError, subprocess.SubprocessError):
         return {}
 
