@@ -46,13 +46,16 @@ class InputStatistics:
     def update(self, x_BTC: Tensor) -> None:
         """Take in a batch of whole sequences."""
         x_BTC = x_BTC.detach().float()
-        magnitude_BTC = x_BTC.abs()
-        self.min_C = torch.minimum(self.min_C, x_BTC.amin(dim=(0, 1)))
-        self.max_C = torch.maximum(self.max_C, x_BTC.amax(dim=(0, 1)))
-        self.first_absmax_C = torch.maximum(self.first_absmax_C, magnitude_BTC[:, 0].amax(dim=0))
+        self.first_absmax_C = torch.maximum(self.first_absmax_C, self._take_range(x_BTC[:, 0]))
         if x_BTC.shape[1] > 1:
-            self.rest_absmax_C = torch.maximum(self.rest_absmax_C, magnitude_BTC[:, 1:].amax(dim=(0, 1)))
-        self.histogram += magnitude_histogram(magnitude_BTC)
+            self.rest_absmax_C = torch.maximum(self.rest_absmax_C, self._take_range(x_BTC[:, 1:].flatten(0, 1)))
+        self.histogram += magnitude_histogram(x_BTC.abs())
+
+    def _take_range(self, x_NC: Tensor) -> Tensor:
+        """Take in the range of some tokens, and return their absmax [C]."""
+        low_C, high_C = torch.aminmax(x_NC, dim=0)
+        self.min_C, self.max_C = torch.minimum(self.min_C, low_C), torch.maximum(self.max_C, high_C)
+        return torch.maximum(low_C.abs(), high_C.abs())
 
     @property
     def absmax_C(self) -> Tensor:
@@ -184,11 +187,16 @@ class Coverage:
 
     def update(self, x_BTC: Tensor) -> None:
         """Take in a batch."""
-        magnitude_BTC = x_BTC.detach().float().abs()
-        self.seen_C = torch.maximum(self.seen_C, magnitude_BTC.amax(dim=(0, 1)))
-        self.num_values += magnitude_BTC.numel()
-        self.num_clipped += int((magnitude_BTC > self.calibrated_C.max()).sum())
-        self.num_beyond_channel += int((magnitude_BTC > self.calibrated_C).sum())
+        x_NC = x_BTC.detach().float().flatten(0, 1)
+        low_C, high_C = torch.aminmax(x_NC, dim=0)
+        absmax_C = torch.maximum(low_C.abs(), high_C.abs())
+        self.seen_C = torch.maximum(self.seen_C, absmax_C)
+        self.num_values += x_NC.numel()
+        # Only channels that went beyond their range can hold a value that did.
+        beyond = absmax_C > self.calibrated_C
+        magnitude_NC = x_NC[:, beyond].abs()
+        self.num_clipped += int((magnitude_NC > self.calibrated_C.max()).sum())
+        self.num_beyond_channel += int((magnitude_NC > self.calibrated_C[beyond]).sum())
 
     @property
     def num_exceeded(self) -> int:
