@@ -63,11 +63,11 @@ def test_filter_then_dpo_with_a_kill_in_the_middle(root: Path, project: Path) ->
     process = start(root, project, "train_dpo")
     scratch = project / ".oneaxis" / "scratch" / "train_dpo" / "pairs"
     deadline = time.monotonic() + 120
-    while not scratch.exists() and time.monotonic() < deadline:
+    while not scratch.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert scratch.exists(), "it was killed in the middle"
+    _, errors = process.communicate()
+    assert scratch.exists(), f"it was to be killed in the middle: {errors}"
     assert not (project / "artifacts" / "train_dpo").exists()
 
     code, errors = finish(root, project, "train_dpo")
