@@ -203,7 +203,7 @@ class TrainDpo(Section):
     warmup_steps: Annotated[int, Field(ge=0)]
     max_length: Annotated[int, Field(ge=16)]
     log_every: Count
-    probe_prompts: Count
+    probe_prompts: Annotated[int, Field(ge=2)]
     """Benign prompts on which the escape probe (a canned refusal) is scored."""
     escape_text: Annotated[str, Field(min_length=1)]
     displacement: Displacement
