@@ -7,10 +7,15 @@ import polars as pl
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from oneaxis.checkpoint.load import load_for_measuring
+from oneaxis.config.schema import Calibrate
 from oneaxis.errors import UserError
-from tests.quantize.checkpoints import calibrated
+from oneaxis.quantize.apply import quantize
+from oneaxis.quantize.calibrate import calibrate
+from tests.quantize.checkpoints import calibrated, int8, write_text
+from tests.serve.tiny import random_llama
 
 
 def test_writes_what_later_stages_read(tmp_path: Path) -> None:
@@ -52,3 +57,27 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
         UserError, match=r"heldout\.parquet: calibrate\.heldout_sequences=99 .* need 6336 .* there are 4020"
     ):
         calibrated(tmp_path, heldout_sequences=99)
+
+
+def test_a_family_that_cannot_be_smoothed_has_its_perplexity_and_is_refused_by_quantize(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gemma2 has Llama's module names and other meanings: its norms store 1 + w, and two of them feed the residual."""
+    policy = random_llama(tmp_path / "policy")
+    vocab_size = json.loads((policy / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=512,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(policy)
+    out = tmp_path / "calibrate"
+    out.mkdir()
+    texts = write_text(tmp_path / "calibration.parquet", 20, 1), write_text(tmp_path / "heldout.parquet", 10, 2)
+    settings = Calibrate(num_sequences=8, heldout_sequences=4, sequence_tokens=64, batch_size=3)
+    metrics = calibrate(policy, *texts, settings, out)
+    assert set(metrics) == {"calibrate/perplexity", "calibrate/nll", "calibrate/heldout_tokens"}
+    assert {path.name for path in out.iterdir()} == {"heldout_tokens.parquet", "heldout_nll.parquet"}
+    assert "perplexity only; model_type='gemma2'" in capsys.readouterr().err
+    with pytest.raises(UserError, match="model_type='gemma2': cannot be calibrated and quantised"):
+        quantize(policy, out, int8(), tmp_path / "quantize")

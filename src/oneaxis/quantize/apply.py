@@ -60,11 +60,12 @@ def quantize(
         metrics and the notes of the manifest.
 
     Raises:
-        UserError: `ignore` does not fit the model, or the statistics are of another model.
+        UserError: the model's family is not supported, `ignore` does not fit it, or the statistics are another's.
     """
     unseen = sequences_from_frame(pl.read_parquet(calibrated / "heldout_tokens.parquet"))
     before = pl.read_parquet(calibrated / "heldout_nll.parquet")
     model, _ = load_for_measuring(policy, torch.float32)
+    decoder_layers(model)  # A family that cannot be smoothed is refused here, before its missing statistics are.
     with safe_open(calibrated / "stats.safetensors", framework="pt") as file:
         statistics = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     dtype = stored_dtype(policy)

@@ -4,6 +4,7 @@ Everything is in float32, whatever the checkpoint's dtype: the statistics and th
 rounding. Nothing here depends on alpha or the scheme, so that no change of these runs it again.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import polars as pl
 import torch
 from safetensors.torch import save_file
+from tqdm import tqdm
 
 from oneaxis.artifacts import write_json
 from oneaxis.checkpoint.load import load_for_measuring
@@ -29,11 +31,13 @@ def calibrate(policy: Path, calibration: Path, heldout: Path, settings: Calibrat
     Args:
         policy: a checkpoint folder. calibration, heldout: parquet with columns source, text.
 
+    A family that cannot be smoothed has no statistics, only its perplexity: it can still be served as it is, and
+    `quantize` refuses it.
+
     Raises:
-        UserError: the model is not supported, or there is too little text.
+        UserError: there is too little text, or sequences are longer than the model's context.
     """
     model, tokenizer = load_for_measuring(policy, torch.float32)
-    layers = decoder_layers(model)
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and settings.sequence_tokens > longest:
         raise UserError(f"calibrate.sequence_tokens={settings.sequence_tokens}: longer than the model's context; "
@@ -42,6 +46,15 @@ def calibrate(policy: Path, calibration: Path, heldout: Path, settings: Calibrat
                 origin=f"{calibration}: calibrate.num_sequences")  # fmt: skip
     unseen = pack(pl.read_parquet(heldout), tokenizer, settings.heldout_sequences, settings.sequence_tokens,
                   origin=f"{heldout}: calibrate.heldout_sequences")  # fmt: skip
+
+    unseen.frame().write_parquet(out / "heldout_tokens.parquet")
+    try:
+        layers = decoder_layers(model)
+    except UserError as error:
+        tqdm.write(f"oneaxis: calibrate: perplexity only; {error}", file=sys.stderr)
+        nll = heldout_nll(model, unseen, settings.batch_size)
+        nll.write_parquet(out / "heldout_nll.parquet")
+        return _named({"perplexity": perplexity(nll), "nll": nll["nll"].mean(), "heldout_tokens": nll.height})
 
     gathered = stats.gather(model, text.token_ids_ST, settings.batch_size)
     weights = stats.weight_absmax(model)
@@ -68,10 +81,8 @@ def calibrate(policy: Path, calibration: Path, heldout: Path, settings: Calibrat
     })  # fmt: skip
     table.write_parquet(out / "outliers.parquet")
     write_json(out / "coverage.json", coverage)
-    unseen.frame().write_parquet(out / "heldout_tokens.parquet")
     nll.write_parquet(out / "heldout_nll.parquet")
-
-    metrics: dict[str, Any] = {
+    metrics = {
         "perplexity": perplexity(nll),
         "nll": nll["nll"].mean(),
         "outlier_ratio_max": table["ratio"].max(),
@@ -83,6 +94,10 @@ def calibrate(policy: Path, calibration: Path, heldout: Path, settings: Calibrat
         "tokens": text.token_ids_ST.numel(),
         "heldout_tokens": nll.height,
     }
+    return _named(metrics)
+
+
+def _named(metrics: dict[str, Any]) -> dict[str, float]:
     return {f"calibrate/{name}": float(value) for name, value in metrics.items() if value is not None}
 
 
