@@ -5,12 +5,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 UV_VERSION := 0.13.9
 
-# torch's CPU build lies in the folder that PIP_FIND_LINKS names, where that is set; else in PyTorch's own CPU index.
-ifdef PIP_FIND_LINKS
-UV_TORCH := --find-links $(PIP_FIND_LINKS)
-else
-UV_TORCH := --torch-backend cpu
-endif
+# torch's CPU build lies in a folder that PIP_FIND_LINKS names, or else in PyTorch's own CPU index. uv does not read
+# pip's settings, so they are handed on.
+TORCH_HERE := $(wildcard $(addsuffix /torch-*+cpu-*.whl,$(PIP_FIND_LINKS)))
+UV_TORCH := $(if $(TORCH_HERE),,--torch-backend cpu)
+UV_LINKS := $(addprefix --find-links ,$(PIP_FIND_LINKS))
 
 .PHONY: repro test test-fast lint setup ui clean
 
@@ -38,7 +37,7 @@ $(READY): requirements.lock pyproject.toml
 	@rm -f $(READY)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync --quiet --compile-bytecode $(UV_TORCH) requirements.lock
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync --quiet --compile-bytecode $(UV_TORCH) $(UV_LINKS) requirements.lock
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --editable .
 	@touch $(READY)
 
