@@ -218,6 +218,96 @@ def test_a_second_run_in_the_same_folder_is_told_who_is_at_work(project: Callabl
     run.communicate(timeout=60)
 
 
+@pytest.mark.parametrize("command", [("reset",), ("track",), ("run", "seed=1")])
+def test_nothing_else_may_touch_a_run_at_work(project: Callable[[str], Path], command: tuple[str, ...]) -> None:
+    here = project("time.sleep(600)")
+    run = start(here, "oneaxis.cli", "run")
+    before = (here / "params.yaml").read_text(encoding="utf-8")
+    refused = oneaxis(here, *command)
+    assert refused.returncode == 2
+    assert f"process {run.pid}" in refused.stderr
+    assert (here / "params.yaml").read_text(encoding="utf-8") == before
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=60)
+
+
+def test_settings_that_change_under_a_stage_void_its_result(project: Callable[[str], Path]) -> None:
+    """DVC records the settings at the end of a stage: a result made with others must not be kept under them."""
+    here = project(
+        "time.sleep(0) if os.path.exists('go') else [time.sleep(0.1) for _ in range(600) if not os.path.exists('go')]"
+    )
+    run = start(here, "oneaxis.cli", "run")
+    params = here / "params.yaml"
+    params.write_text(params.read_text(encoding="utf-8").replace("seed: 0", "seed: 7"), encoding="utf-8")
+    (here / "go").touch()
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "params.yaml changed while this stage ran" in last_line(errors)
+    assert payloads(here) == []
+
+
+def test_a_bare_repro_beside_a_run_is_refused_by_its_stage(project: Callable[[str], Path]) -> None:
+    """DVC's own locks cover overlapping paths only, so the stage itself looks who has the work tree."""
+    here = project("time.sleep(600)")
+    run = start(here, "oneaxis.cli", "run")
+    stage = [sys.executable, "stages/prepare_data.py"]
+    second = subprocess.run(stage, cwd=here, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert second.returncode == 2
+    assert f"process {run.pid}" in last_line(second.stderr)
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=60)
+
+
+def test_a_second_interrupt_does_not_cut_the_cleaning_up_short(project: Callable[[str], Path]) -> None:
+    here = project(
+        """try:
+        time.sleep(600)
+    finally:
+        open("cleaning", "w").close(); time.sleep(2); open("cleaned", "w").close()"""
+    )
+    run = start(here, "oneaxis.cli", "run")
+    stage = int((here / "started").read_text(encoding="utf-8"))
+    os.kill(stage, signal.SIGTERM)
+    wait_until(lambda: (here / "cleaning").exists())
+    os.kill(stage, signal.SIGTERM)
+    os.kill(stage, signal.SIGINT)
+    _, errors = run.communicate(timeout=60)
+    assert (here / "cleaned").exists()
+    assert run.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_a_stage_killed_by_9_is_named(project: Callable[[str], Path]) -> None:
+    here = project("time.sleep(600)")
+    run = start(here, "oneaxis.cli", "run")
+    stage = int((here / "started").read_text(encoding="utf-8"))
+    os.kill(stage, signal.SIGKILL)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert f"prepare_data was killed (process {stage})" in last_line(errors)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("+serve.engine_args.foo=1", "serve.engine_args.foo=1"),
+        ("+serve.engine_args.host=0.0.0.0", "serve.engine_args.host"),
+        ("+train.dpo_args.learning_rate=3", "train.learning_rate"),
+        ("data.items.tasks=[foo]", "data.items.tasks=foo"),
+        ("serve.max_model_len=64", "load.shapes: prefill_heavy is 384 + 8 = 392 tokens"),
+        ("load.rates_rps=[1e9]", "requests"),
+    ],
+)
+def test_mistakes_that_only_a_library_knows_are_refused_before_anything_is_written(
+    project: Callable[[str], Path], override: str, words: str
+) -> None:
+    here = project("pass")
+    done = oneaxis(here, "run", override)
+    assert done.returncode == 2, done.stderr
+    assert words in last_line(done.stderr)
+    assert not (here / "params.yaml").exists()
+
+
 def test_outside_a_project_every_command_says_so(tmp_path: Path) -> None:
     for command in ("run", "reset", "track", "verify", "ui"):
         done = oneaxis(tmp_path, command)

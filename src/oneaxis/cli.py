@@ -7,7 +7,7 @@
     oneaxis verify               re-hash the artifacts against their manifests
     oneaxis ui                   MLflow's pages on this project's runs
 
-Exit codes: 0 done; 1 failed, or the run is INVALID; 2 refused before running.
+Exit codes: 0 done; 1 failed, or the run is INVALID; 2 refused before running; 130 interrupted.
 """
 
 import argparse
@@ -40,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing to say, and nobody to say it to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"oneaxis: {error.strerror or error}: {error.filename or Path.cwd()}", file=sys.stderr)
         return 1
 
 
@@ -93,18 +96,22 @@ def _run(options: argparse.Namespace) -> int:
 
 def _reset(_options: argparse.Namespace) -> int:
     from oneaxis.config import compose, write_params
+    from oneaxis.pipeline import work_tree
 
     root = _project()
-    changed = write_params(compose(root / CONF), root)
+    with work_tree(root):
+        changed = write_params(compose(root / CONF), root)
     print("params.yaml: " + ("default settings restored" if changed else "holds the default settings already"))
     return 0
 
 
 def _track(_options: argparse.Namespace) -> int:
     root = _project()
+    from oneaxis.pipeline import work_tree
     from oneaxis.track import track
 
-    print(f"MLflow run {track(root)}")
+    with work_tree(root):
+        print(f"MLflow run {track(root)}")
     return 0
 
 

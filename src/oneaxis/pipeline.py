@@ -24,6 +24,9 @@ from oneaxis.config import STAGE_SECTIONS, Config, derived_paths, write_params
 from oneaxis.errors import UserError
 from oneaxis.stage import STATE
 
+FULL_BYTES = 2**20
+"""A disk with less than this is full."""
+
 
 def run_pipeline(root: Path, config: Config, overrides: Sequence[str]) -> int:
     """Run what `config` changed. Returns the exit code: 0, or 1 (failed or INVALID), or 2 (refused).
@@ -37,24 +40,39 @@ def run_pipeline(root: Path, config: Config, overrides: Sequence[str]) -> int:
         write_json(root / STATE / "last_run.json", {"overrides": list(overrides)})
         (root / STATE / "failure.json").unlink(missing_ok=True)
         started = time.time()
+        (root / STATE / "running.json").unlink(missing_ok=True)
         code = _repro(root)
         if code:
             return _failed(root, code)
-        ran = _ran_since(root, started)
+        _say(root, _ran_since(root, started))
         from oneaxis.track import track
 
-        run_id = track(root)
-        _say(root, ran, run_id, time.time() - started)
+        print(f"MLflow run {track(root)}: `oneaxis ui` shows it\ndone in {time.time() - started:.0f} s")
     metrics = _metrics(root)
     return 0 if metrics.get("report/valid", 1.0) else 1
 
 
 def check_inputs(root: Path, config: Config) -> None:
-    """Refuse settings that name files which are not there, before anything is written.
+    """Refuse what the schema cannot know to be wrong, before anything is written.
 
     Raises:
-        UserError: naming the key and the path.
+        UserError: a file that is not there, a default task that does not exist, an argument that vLLM or TRL does not
+            have or that contradicts another setting; naming the key, the value and what is allowed.
     """
+    if config.serve.engine_args:
+        from oneaxis.serve.command import check_engine_args, known_arguments
+
+        check_engine_args(config.serve.engine_args, known_arguments())
+    if config.train.kind == "dpo" and config.train.dpo_args:
+        from oneaxis.preference.dpo_config import check_dpo_args
+
+        check_dpo_args(config.train.dpo_args, anchored=bool(config.train.rpo_alpha))
+    if config.data.items.source.kind == "wheels":
+        from oneaxis.data.items import TASKS
+
+        for task in config.data.items.tasks:
+            if task not in TASKS:
+                raise UserError(f"data.items.tasks={task}: no such task; allowed: {', '.join(sorted(TASKS))}")
     for name, path in derived_paths(config.model_dump()).items():
         if name.endswith("_source") and not (root / path).exists():
             table = name.removesuffix("_source")
@@ -158,8 +176,25 @@ def _failed(root: Path, code: int) -> int:
         said = json.loads(failure.read_text(encoding="utf-8"))
         print(f"oneaxis: {said['stage']} failed: {said['message']}", file=sys.stderr)
         return int(said["code"])
-    print("oneaxis: dvc repro failed; its own words stand above", file=sys.stderr)
+    print(f"oneaxis: {_why_without_words(root, code)}", file=sys.stderr)
     return 1
+
+
+def _why_without_words(root: Path, code: int) -> str:
+    """What can be said when neither the stage nor DVC could say it."""
+    again = "nothing is half-written, and `oneaxis run` with the same settings goes on"
+    if code < 0:
+        return f"dvc was killed by signal {-code}; {again}"
+    running = root / STATE / "running.json"
+    if running.is_file():
+        mark = json.loads(running.read_text(encoding="utf-8"))
+        return f"{mark['stage']} was killed (process {mark['pid']}), perhaps for want of memory; {again}"
+    for folder in (root / ".dvc" / "cache", root / ARTIFACTS):
+        if folder.is_dir() and psutil.disk_usage(str(folder)).free < FULL_BYTES:
+            return f"the disk of {folder} is full; free space, then run again"
+        if folder.is_dir() and (not os.access(folder, os.W_OK) or os.statvfs(folder).f_flag & os.ST_RDONLY):
+            return f"{folder}: cannot be written to; allowed: a folder that can"
+    return "dvc repro failed; its own words stand above"
 
 
 def _ran_since(root: Path, started: float) -> list[str]:
@@ -182,11 +217,10 @@ def _metrics(root: Path) -> dict[str, float]:
     return merged
 
 
-def _say(root: Path, ran: list[str], run_id: str, seconds: float) -> None:
+def _say(root: Path, ran: list[str]) -> None:
     restored = [stage for stage in STAGE_SECTIONS if stage not in ran]
     print(f"\nran: {', '.join(ran) or 'nothing'}; unchanged or restored: {', '.join(restored) or 'nothing'}")
     card = root / ARTIFACTS / "report" / "card.md"
     if card.is_file():
         print("\n" + card.read_text(encoding="utf-8").strip() + "\n")
-    print(f"report: {root / ARTIFACTS / 'report' / 'report.html'}\nMLflow run {run_id}: `oneaxis ui` shows it")
-    print(f"done in {seconds:.0f} s")
+    print(f"report: {root / ARTIFACTS / 'report' / 'report.html'}", flush=True)

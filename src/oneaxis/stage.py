@@ -8,9 +8,11 @@ DVC that is killed must not leave a stage behind that goes on writing its output
 
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import platform
+import re
 import resource
 import signal
 import subprocess
@@ -88,6 +90,7 @@ def run(name: str, work: Callable[[Stage], Mapping[str, float]]) -> NoReturn:
     started = time.time()
     code, message = 1, ""
     try:
+        _mark_running(root, name)
         _run(name, work, root, started)
         code = 0
     except (UserError, RunError) as error:
@@ -113,9 +116,35 @@ def run(name: str, work: Callable[[Stage], Mapping[str, float]]) -> NoReturn:
         _remember_failure(state, {"stage": name, "code": code, "message": message})
     else:
         (state / "failure.json").unlink(missing_ok=True)
+    (state / "running.json").unlink(missing_ok=True)
     sys.stdout.flush()
     # Engines and data loaders are stopped by now; threads of libraries must not hold a finished stage up.
     os._exit(code)
+
+
+def _mark_running(root: Path, name: str) -> None:
+    """Leave a mark that only a stage killed by 9 does not take away."""
+    (root / STATE).mkdir(exist_ok=True)
+    (root / STATE / "running.json").write_text(json.dumps({"stage": name, "pid": os.getpid()}), encoding="utf-8")
+
+
+def _refuse_beside_another_run(root: Path) -> None:
+    """One run at a time has a work tree: a bare `dvc repro` must not run beside an `oneaxis run`.
+
+    Raises:
+        UserError: naming the process that holds it.
+    """
+    path = root / STATE / "run.lock"
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = lock.read().strip()
+            number = re.search(r"process (\d+)", holder)
+            if not number or int(number.group(1)) not in {parent.pid for parent in psutil.Process().parents()}:
+                raise UserError(f"{root}: another run is at work here ({holder}); wait for it or stop it") from error
 
 
 def _disk_full(error: BaseException, root: Path) -> str:
@@ -142,11 +171,17 @@ def _remember_failure(state: Path, failure: dict[str, Any]) -> None:
 
 
 def _run(name: str, work: Callable[[Stage], Mapping[str, float]], root: Path, started: float) -> None:
+    _refuse_beside_another_run(root)
     config, paths, plain = load_stage_config(root, name)
     load_before = os.getloadavg()
     with atomic_folder(root / ARTIFACTS / name) as out:
         stage = Stage(name=name, root=root, out=out, config=config, paths=paths)
         metrics = check_metrics(work(stage), name)
+        if load_stage_config(root, name)[1:] != (paths, plain):
+            # DVC records the settings that it finds at the end: they must be those that the result was made with.
+            raise RunError(
+                "params.yaml changed while this stage ran, so its result was dropped; `dvc repro` runs it again"
+            )
         write_manifest(out, stage=name, params=plain, notes=stage.notes)
     write_json(root / ARTIFACTS / f"{name}.metrics.json", metrics)
     provenance = {
@@ -242,9 +277,13 @@ def end_with_parent() -> None:
     """
 
     def interrupt(_signal: int, _frame: Any) -> None:
+        # Once: a second signal must not cut short the cleaning up that the first one began.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     me = psutil.Process()

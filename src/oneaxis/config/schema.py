@@ -311,6 +311,10 @@ class ServiceClass(Section):
     tpot_ms: Positive
 
 
+MAX_REQUESTS = 200_000
+"""In one cell: the table of requests is held in memory."""
+
+
 class Load(Section):
     """Open-loop load: requests are sent on a clock drawn before the run, whatever the engine does."""
 
@@ -330,6 +334,10 @@ class Load(Section):
             raise ValueError(f"shapes are named {names}; allowed: names that differ")
         if len(set(self.rates_rps)) != len(self.rates_rps):
             raise ValueError(f"rates_rps is {self.rates_rps}; allowed: rates that differ")
+        expected = max(self.rates_rps) * self.duration_s
+        if expected > MAX_REQUESTS:
+            raise ValueError(f"{max(self.rates_rps)} req/s for {self.duration_s} s is {expected:.0f} requests; "
+                             f"allowed: at most {MAX_REQUESTS} in a cell")  # fmt: skip
         return self
 
 
@@ -402,6 +410,17 @@ class Config(BaseModel):
     report: Report
     measure: Measure
     gate: Gate
+
+    @model_validator(mode="after")
+    def _requests_fit_the_engine(self) -> "Config":
+        for shape in self.load.shapes:
+            total = shape.prompt_tokens + shape.output_tokens
+            if total > self.serve.max_model_len:
+                raise ValueError(
+                    f"load.shapes: {shape.name} is {shape.prompt_tokens} + {shape.output_tokens} = {total} tokens; "
+                    f"allowed: at most serve.max_model_len={self.serve.max_model_len}"
+                )
+        return self
 
 
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
