@@ -144,13 +144,13 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def mine(root: Path, folder: Path, **extra: str) -> Data:
+def mine(root: Path, folder: Path, tasks: str = "[mine]", **extra: str) -> Data:
     """Settings that take every table from a file in `folder`."""
     overrides = [f"data.{table}.source.{key}={value}"
                  for table, name in {"prose": "prose.txt", "pairs": "pairs.jsonl", "items": "items.jsonl",
                                      "prompts": "prompts.jsonl", "probes": "probes.parquet", **extra}.items()
                  for key, value in (("kind", "file"), ("path", name))]  # fmt: skip
-    return settings(root, "data.pairs.heldout_pairs=1", *overrides)
+    return settings(root, "data.pairs.heldout_pairs=1", f"data.items.tasks={tasks}", *overrides)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def own(tmp_path: Path) -> Path:
     ])  # fmt: skip
     jsonl(tmp_path / "items.jsonl", [
         {"question": "q1", "choices": ["a", "b"], "answer": 1},
-        {"query": "q2", "options": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A", "task": "openbookqa"},
+        {"query": "q2", "options": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A", "task": "mine"},
         {"question": "q3", "choices": ["a", "b"], "answer": None},
     ])  # fmt: skip
     jsonl(tmp_path / "prompts.jsonl", [{"text": "one", "topic": "t"}, {"prompt": "two"}, {"prompt": "two "}])
@@ -183,7 +183,7 @@ def test_every_table_from_the_users_files(root: Path, own: Path) -> None:
     made = tables(out)
     assert {name: len(frame) for name, frame in made.items()} == {
         "calibration": 3, "heldout": 1, "pairs": 3, "items": 2, "prompts": 2, "probes": 2}  # fmt: skip
-    assert sorted(made["items"]["task"]) == ["items", "openbookqa"]
+    assert made["items"]["task"].to_list() == ["mine", "mine"]
     assert dict(made["items"].select("question", "answer").iter_rows()) == {"q1": 1, "q2": 0}
     assert sorted(made["pairs"]["conversational"]) == [False, False, True]
     assert sorted(made["pairs"]["split"]) == ["heldout", "train", "train"]
@@ -197,10 +197,13 @@ def test_every_table_from_the_users_files(root: Path, own: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "rows", "says"),
     [
-        ("items", [ITEM | {"answer": ""}], "data.items: no usable rows; dropped: {'no label': 1}"),
+        ("items", [ITEM | {"answer": ""}], "data.items.tasks: no usable rows of task mine; dropped: {'no label': 1}"),
         ("items", [ITEM | {"answer": 0, "task": "arc"}], "task arc is not in data.items.tasks"),
         ("prompts", [{"text": " "}], "data.prompts: no usable rows; dropped: {'empty': 1}"),
-        ("pairs", [{"prompt": "p", "chosen": "a", "rejected": "a"}], "data.pairs: 0 usable pairs of 0 prompts"),
+        ("pairs", [{"prompt": "p", "chosen": "a", "rejected": "a"}] * 20, "data.pairs: 0 usable pairs of 0 prompts"),
+        ("pairs", [{"prompt": "p", "chosen": "a", "rejected": "a"}] * 20, "dropped: {'chosen equals rejected': 20}"),
+        ("pairs", [{"prompt": "p", "chosen": "a", "rejected": b} for b in "aabb"],
+         "dropped: {'chosen equals rejected': 2, 'duplicate': 1}"),
         ("prompts", [{"text": "x"}, {"text": 3}], "prompts.jsonl:2: text is 3; allowed: a string"),
     ],
 )  # fmt: skip
@@ -211,6 +214,27 @@ def test_a_table_without_usable_rows_is_refused_with_the_reasons(
     with pytest.raises(UserError) as caught:
         prepare(mine(root, own), seed=0, root=own, out=own)
     assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "own_task", "says"),
+    [
+        # the default list, which the user forgot to change
+        ("[openbookqa,commonsenseqa]", {}, "items.jsonl:1: has no task; allowed: one of data.items.tasks (openbookqa, "
+         "commonsenseqa); where all rows are of one task, set data.items.tasks='[NAME]'"),
+        ("[mine,arc]", {}, "items.jsonl:1: has no task; allowed: one of data.items.tasks (mine, arc)"),
+        ("[mine,arc]", {"task": "mine"}, "data.items.tasks: no usable rows of task arc; dropped: none"),
+        ("[mien,mine]", {"task": "mine"}, "data.items.tasks: no usable rows of task mien; dropped: none"),
+    ],
+)  # fmt: skip
+def test_items_of_no_task_and_tasks_of_no_items_are_refused(
+    root: Path, own: Path, tasks: str, own_task: dict[str, str], says: str
+) -> None:
+    jsonl(own / "items.jsonl", [ITEM | {"answer": 0} | own_task])
+    with pytest.raises(UserError) as caught:
+        prepare(mine(root, own, tasks), seed=0, root=own, out=own)
+    assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
 
 

