@@ -112,7 +112,9 @@ def test_settings_that_vllm_silently_changes_are_found(running: Engine, silent_c
 def test_its_port_is_refused_to_a_second_engine(running: Engine, tiny_checkpoint: Path) -> None:
     engine = running
     with pytest.raises(UserError, match=rf"serve\.port={engine.port}: in use"):
-        with running_engine(tiny_checkpoint, serve(port=engine.port), log_path=engine.log_path.with_name("no.log")):
+        with running_engine(
+            tiny_checkpoint, serve(port=engine.port, threads=1), log_path=engine.log_path.with_name("no.log")
+        ):
             pass
 
 
@@ -160,7 +162,7 @@ def test_broken_weights_end_the_start_in_one_line(tiny_checkpoint: Path, tmp_pat
 def test_a_start_that_takes_too_long_is_ended(tiny_checkpoint: Path, tmp_path: Path) -> None:
     before = set(psutil.pids())
     with pytest.raises(RunError, match=r"not ready within serve\.start_timeout_s=0\.5"):
-        with running_engine(tiny_checkpoint, serve(start_timeout_s=0.5), log_path=tmp_path / "engine.log"):
+        with running_engine(tiny_checkpoint, serve(start_timeout_s=0.5, threads=1), log_path=tmp_path / "engine.log"):
             pass
     ours = [pid for pid in set(psutil.pids()) - before if _mentions(pid, str(tiny_checkpoint))]
     assert ours == []

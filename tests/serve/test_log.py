@@ -1,6 +1,9 @@
 """What is read from the engine's log. The texts are shortened from logs of vLLM 0.32."""
 
-from oneaxis.serve.log import kernels, last_lines, refused_arguments, root_error
+import pytest
+
+from oneaxis.serve.engine import how_it_ended
+from oneaxis.serve.log import kernels, last_lines, refused_arguments, refused_configuration, root_error
 
 CORE_DIED = """\
 (EngineCore pid=31) ERROR 11-29 16:15:43 [core.py:1133] EngineCore failed to start.
@@ -37,6 +40,39 @@ def test_the_argument_parser_is_quoted() -> None:
     lines = ["usage: launch.py [-h]", "launch.py: error: argument --block-size: invalid int value: 'many'"]
     assert refused_arguments(lines) == "argument --block-size: invalid int value: 'many'"
     assert refused_arguments(CORE_DIED) == ""
+
+
+def test_a_refused_configuration_is_told_from_broken_weights() -> None:
+    core = "(EngineCore pid=31) INFO 11-29 18:19:09 [x.py:68] "
+    block = "(EngineCore pid=31) ERROR 11-29 18:19:10 [core.py:1510] ValueError: No common block size for 7"
+    reads, read = f"{core}Starting to load model /x...", f"{core}Loading weights took 0.00 seconds"
+    assert refused_configuration(BAD_CONFIG) == "Model architectures ['Nope'] are not supported for now."
+    assert refused_configuration([reads, read, block]) == "ValueError: No common block size for 7"
+    assert refused_configuration([reads, block]) == ""
+    assert refused_configuration([reads, read, f"{core}Supported tasks: ['generate']", block]) == ""
+    assert refused_configuration(CORE_DIED) == ""
+    assert refused_configuration([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (0, "(exit code 0): its core process ended (killed?), there is no error in its log"),
+        (1, "(exit code 1): Loading"),
+        (-9, "(its guard was killed by signal 9): killed from outside, there is no error in its log"),
+        (137, "(killed by signal 9): killed from outside, there is no error in its log"),
+        (139, "(killed by signal 11): Loading"),
+    ],
+)
+def test_an_engine_that_was_killed_is_not_quoted(code: int, says: str) -> None:
+    lines = ["(EngineCore pid=31) INFO 11-29 16:15:43 [x.py:1] Loading",
+             "nanobind: leaked 4 instances!", ' - leaked instance 0x7f of type "triton"', " - ... skipped remainder",
+             "nanobind: this is likely caused by a reference counting issue in the binding code.",
+             "See https://nanobind.readthedocs.io/en/latest/refleaks.html"]  # fmt: skip
+    assert how_it_ended(code, lines) == says
+    assert how_it_ended(code, CORE_DIED).endswith("): safetensors_rust.SafetensorError: incomplete metadata")
+    died = "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}"
+    assert how_it_ended(1, [*lines, died]).startswith("(exit code 1): its core process ended")
 
 
 def test_last_lines_leave_out_noise() -> None:

@@ -11,8 +11,10 @@ import pytest
 from oneaxis.errors import UserError
 from oneaxis.serve.preflight import (
     check_checkpoint,
+    check_kv_cache,
     check_length,
     check_memory,
+    check_threads,
     kv_bytes_per_token,
     reserve_port,
 )
@@ -89,3 +91,22 @@ def test_kv_bytes_per_token_of_published_models() -> None:
     assert sizes == [128 * 1024, 320 * 1024, 144 * 1024, 256 * 1024]
     assert kv_bytes_per_token({**llama_8b, "kv_lora_rank": 512}, 2) is None
     assert kv_bytes_per_token(json.loads("{}"), 2) is None
+
+
+def test_a_kv_cache_holds_at_least_one_sequence() -> None:
+    """2 x 2 layers x 1 head x 64 x 2 bytes = 512 bytes a token; 512 tokens are 256 KiB = 2^-12 GiB, half in FP8."""
+    config = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    check_kv_cache(config, serve(kv_cache_gib=2**-12))
+    check_kv_cache(config, serve(kv_cache_gib=2**-13, kv_cache_dtype="fp8"))
+    check_kv_cache({**config, "kv_lora_rank": 512}, serve(kv_cache_gib=1e-7))
+    with pytest.raises(UserError, match=r"serve\.kv_cache_gib=1e-07: allowed: 0\.000245 and up"):
+        check_kv_cache(config, serve(kv_cache_gib=1e-7))
+    with pytest.raises(UserError, match=r"allowed: 0\.000489 and up"):
+        check_kv_cache(config, serve(kv_cache_gib=2**-12, dtype="float32"))
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    check_threads(serve(threads=0), cores=2)
+    check_threads(serve(threads=2), cores=2)
+    with pytest.raises(UserError, match=r"serve\.threads=3: allowed: 0 to 2"):
+        check_threads(serve(threads=3), cores=2)

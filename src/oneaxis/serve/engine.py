@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,14 +35,17 @@ from oneaxis.serve.command import (
     engine_device,
     engine_environment,
     known_arguments,
+    single_process,
 )
-from oneaxis.serve.log import MARKS, last_lines, refused_arguments, root_error
+from oneaxis.serve.log import MARKS, core_ended, last_lines, refused_arguments, refused_configuration, root_error
 from oneaxis.serve.metrics import parse_metrics
 from oneaxis.serve.preflight import (
     available_bytes,
     check_checkpoint,
+    check_kv_cache,
     check_length,
     check_memory,
+    check_threads,
     reserve_port,
     weights_bytes,
 )
@@ -101,7 +104,7 @@ class Engine:
             RunError: with how it ended, its last words and its log.
         """
         if not self.alive():
-            raise RunError(f"the engine died ({_ending(self.process.returncode)}): {self.last_words()}; "
+            raise RunError(f"the engine died {how_it_ended(self.process.returncode, self.log_lines())}; "
                            f"log: {self.log_path}")  # fmt: skip
 
     def get(self, path: str, *, timeout_s: float = 30.0) -> str:
@@ -151,12 +154,24 @@ class Engine:
         return info
 
 
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "still running"
+def how_it_ended(code: int, lines: Sequence[str]) -> str:
+    """`(exit code 1): ` and the error in the log, or what is known without one.
+
+    An engine that is killed logs no error; what it happened to log last would then be taken for the reason.
+    """
+    number = -code if code < 0 else code - 128
+    ending = f"exit code {code}"
     if code < 0:
-        return f"its guard was killed by signal {-code}"
-    return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
+        ending = f"its guard was killed by signal {number}"
+    elif code > 128:
+        ending = f"killed by signal {number}"
+    if said := root_error(lines):
+        return f"({ending}): {said}"
+    if code < 0 or number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        return f"({ending}): killed from outside, there is no error in its log"
+    if code == 0 or core_ended(lines):
+        return f"({ending}): its core process ended (killed?), there is no error in its log"
+    return f"({ending}): {last_lines(lines, 3)}"
 
 
 @contextmanager
@@ -175,13 +190,17 @@ def running_engine(
 
     Raises:
         UserError: for settings, a checkpoint, a port or a memory need that cannot work, before the start; or arguments
-            that the engine's own parser refuses.
+            or a configuration that the engine itself refuses.
         RunError: when the engine dies while starting or is not healthy after `settings.start_timeout_s`.
     """
     device = engine_device()
     check_engine_args(settings.engine_args, known_arguments())
-    check_length(check_checkpoint(checkpoint), settings)
+    config = check_checkpoint(checkpoint)
+    check_length(config, settings)
     if device == "cpu":
+        check_threads(settings, cores=len(os.sched_getaffinity(0)))
+        if single_process(settings, device):
+            check_kv_cache(config, settings)
         check_memory(weights_bytes(checkpoint), settings, available=available_bytes())
     port, holder = reserve_port(settings.port)
     folder = Path(tempfile.mkdtemp(prefix="oneaxis-"))
@@ -253,7 +272,7 @@ def _wait_until_healthy(engine: Engine, timeout_s: float) -> dict[str, float]:
     """Seconds of each phase of the start, as its end shows in the log, and of the whole.
 
     Raises:
-        UserError: when the engine's argument parser refuses an argument.
+        UserError: when the engine refuses its arguments or its configuration.
         RunError: when the engine dies or the time is up.
     """
     started = last = time.monotonic()
@@ -290,8 +309,12 @@ def _healthy(engine: Engine) -> bool:
 
 
 def _raise_why_it_died(engine: Engine) -> None:
-    refused = refused_arguments(engine.log_lines())
+    lines = engine.log_lines()
+    refused = refused_arguments(lines)
     if refused:
         raise UserError(f"serve.engine_args: the engine refuses its arguments: {refused}; log: {engine.log_path}")
-    raise RunError(f"the engine died while starting ({_ending(engine.process.returncode)}): {engine.last_words(3)}; "
+    if refused := refused_configuration(lines):
+        given = ", ".join(f"serve.engine_args.{name}" for name in sorted(engine.settings.engine_args))
+        raise UserError(f"{given or 'serve'}: the engine refuses its configuration: {refused}; log: {engine.log_path}")
+    raise RunError(f"the engine died while starting {how_it_ended(engine.process.returncode, lines)}; "
                    f"log: {engine.log_path}")  # fmt: skip

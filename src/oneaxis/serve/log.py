@@ -31,6 +31,12 @@ _WRAPPERS = (
 )
 """Errors that only report another one."""
 
+_CORE_ENDED = ("EngineDeadError", "Engine core initialization failed", "died unexpectedly")
+"""What the API server says of an engine core that is gone."""
+
+_NOISE = ("INFO:", "Route:", "Available routes", "nanobind:", "- leaked", "- ... skipped", "See https://nanobind")
+"""Access, routes, and what nanobind says whenever the interpreter ends."""
+
 
 def plain(line: str) -> str:
     """A line without the process, level, time and place that vLLM puts before it."""
@@ -51,27 +57,51 @@ def root_error(lines: Sequence[str], *, max_chars: int = 400) -> str:
     That is the last error that does not merely report another one. The engine core's own come before those of the API
     server, which sees the core's death from outside.
     """
-    found: list[tuple[bool, str]] = []
+    return _last_error(lines)[1][:max_chars]
+
+
+def refused_configuration(lines: Sequence[str]) -> str:
+    """Why the engine refused to run as configured, or an empty string.
+
+    That is a ValueError or pydantic's ValidationError that ends the start, except while the weights are read: those
+    are the checkpoint's. (Whether block size and KV cache suit the model is only known after the weights.)
+    """
+    index, text, kind = _last_error(lines)
+    before = "\n".join(lines[:index])
+    marks = dict(MARKS)
+    reads = marks["engine_s"] in before and marks["weights_s"] not in before
+    started = marks["warmup_s"] in before
+    return text[:400] if kind in ("ValueError", "ValidationError") and not reads and not started else ""
+
+
+def core_ended(lines: Sequence[str]) -> bool:
+    """Whether the log says that the engine core is gone."""
+    return any(text in line for line in lines for text in _CORE_ENDED)
+
+
+def _last_error(lines: Sequence[str]) -> tuple[int, str, str]:
+    """Line number, text and class of the error that `root_error` is about; (0, "", "") without one."""
+    found: list[tuple[bool, tuple[int, str, str]]] = []
     for index, line in enumerate(lines):
         text = plain(line)
-        if not _ERROR.match(text) or any(wrapper in text for wrapper in _WRAPPERS):
+        error = _ERROR.match(text)
+        if not error or any(wrapper in text for wrapper in _WRAPPERS):
             continue
         if "validation error" in text:
             # pydantic: the message stands on a line that follows.
             following = (plain(later).strip() for later in lines[index + 1 : index + 6])
             reason = next((later for later in following if "rror, " in later), "")
             text = reason.partition("rror, ")[2].partition(" [type=")[0] or text
-        found.append((line.startswith(("(EngineCore", "(Worker")), text))
-    in_core = [text for core, text in found if core]
-    chosen = (in_core or [text for _, text in found])[-1:]
-    return re.sub(r"\s+", " ", chosen[0])[:max_chars] if chosen else ""
+        found.append((line.startswith(("(EngineCore", "(Worker")), (index, re.sub(r"\s+", " ", text), error.group(1))))
+    in_core = [error for core, error in found if core]
+    chosen = in_core or [error for _, error in found]
+    return chosen[-1] if chosen else (0, "", "")
 
 
 def last_lines(lines: Sequence[str], num_lines: int, *, max_chars: int = 160) -> str:
-    """The last lines that say something, each cut to `max_chars`, joined by ` | `: no progress bars, routes, access."""
+    """The last lines that say something, each cut to `max_chars`, joined by ` | `, without progress bars and noise."""
     said = [text.strip() for line in lines if (text := plain(line)).strip()]
-    noise = ("INFO:", "Route:", "Available routes")
-    worth = [text[:max_chars] for text in said if "it/s]" not in text and not text.startswith(noise)]
+    worth = [text[:max_chars] for text in said if "it/s]" not in text and not text.startswith(_NOISE)]
     return " | ".join(worth[-num_lines:])
 
 

@@ -88,6 +88,34 @@ def check_memory(weights: int, settings: Serve, *, available: int) -> None:
         )
 
 
+def check_threads(settings: Serve, *, cores: int) -> None:
+    """Whether each thread of the engine has a core of its own: with far more of them a start does not end.
+
+    Raises:
+        UserError: when there are fewer cores.
+    """
+    if settings.threads > cores:
+        raise UserError(f"serve.threads={settings.threads}: allowed: 0 to {cores}, the cores that this process may use")
+
+
+def check_kv_cache(config: dict[str, Any], settings: Serve) -> None:
+    """Whether the KV cache holds one sequence of full length (of a model whose layers differ, vLLM judges that).
+
+    Raises:
+        UserError: with the least size that does.
+    """
+    scheme = (config.get("quantization_config") or {}).get("kv_cache_scheme")
+    fp8 = settings.kv_cache_dtype != "auto" or scheme
+    # dtype=auto runs FP32 checkpoints in 16 bits.
+    least = (kv_bytes_per_token(config, 1 if fp8 else 4 if settings.dtype == "float32" else 2) or 0) * (
+        settings.max_model_len
+    )
+    if kv_cache_bytes(settings) < least:
+        gib = math.ceil(least / 2**30 * 1e6) / 1e6
+        raise UserError(f"serve.kv_cache_gib={settings.kv_cache_gib:g}: allowed: {gib:g} and up, "
+                        f"to hold one sequence of serve.max_model_len={settings.max_model_len}")  # fmt: skip
+
+
 def reserve_port(port: int) -> tuple[int, socket.socket]:
     """A port on 127.0.0.1 (0: a free one), and the socket that reserves it.
 
