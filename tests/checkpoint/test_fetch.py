@@ -217,6 +217,82 @@ def test_a_folder_that_lacks_something_is_refused_by_name(folder: Path, tmp_path
     assert "\n" not in str(caught.value)
 
 
+def config_of(**more: Any) -> Any:
+    def harm(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps(config | more), encoding="utf-8")
+
+    return harm
+
+
+def as_gpt2(folder: Path) -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_head": 2, "n_layer": 2, "vocab_size": 512, "eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def change_tensor(name: str, change: Any) -> Any:
+    """`change` maps the tensor to another, or to None: leave it out."""
+
+    def harm(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        changed = change(weights.pop(name))
+        save_file(weights | ({} if changed is None else {name: changed}), folder / "model.safetensors",
+                  metadata={"format": "pt"})  # fmt: skip
+
+    return harm
+
+
+def as_integers(folder: Path) -> None:
+    weights = {name: tensor.to(torch.int8) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        # nine tensors a layer, five layers
+        (config_of(num_hidden_layers=7), r"model\.layers\.2\.\S+ is missing \(44 more do not fit\); allowed: "),
+        (change_tensor(DOWN, lambda tensor: None), rf"{DOWN} is missing; allowed: "),
+        (change_tensor(DOWN, lambda tensor: tensor[:, :-1].clone()), rf"{DOWN} has shape \[64, 95\], not \[64, 96\];"),
+        (config_of(hidden_size=128), r"model\.embed_tokens\.weight has shape \[512, 64\], not \[512, 128\] \("),
+        (config_of(tie_word_embeddings=False), r"lm_head\.weight is missing; allowed: "),
+        (as_gpt2, r"\S+ is missing \(\d+ more do not fit\); allowed: "),
+        (config_of(quantization_config={"quant_method": "gptq"}), r"already quantised .*; allowed: float weights"),
+        (lambda folder: save_file({}, folder / "model.safetensors"), r"\S+ is missing \(\d+ more do not fit\)"),
+        (as_integers, r"its weights are I8; allowed: float weights"),
+        (config_of(hidden_size=65), r"its config or tokenizer does not load: .*hidden size \(65\)"),
+        (config_of(hidden_act="nonesuch"), r"its model does not load: .*nonesuch"),
+        (config_of(model_type="t5"), r"its model does not load: "),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "x.safetensors"), r"its model does not load: "),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config_are_refused(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], harm: Any, says: str
+) -> None:
+    """transformers alone draws random weights for what is missing, and only says so in a log."""
+    harm(folder)
+    with pytest.raises(UserError, match=rf"^model\.path=mine: {says}") as caught:
+        from_path(folder, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+def test_tied_embeddings_may_be_stored_once_or_twice_and_more_tensors_may_lie_there(
+    folder: Path, tmp_path: Path
+) -> None:
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    from_path(folder, tmp_path / "once")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+    weights["more"] = torch.ones(1)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    from_path(folder, tmp_path / "twice")
+
+
 # --- hub -----------------------------------------------------------------------------------------------------
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

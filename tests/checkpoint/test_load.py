@@ -121,6 +121,13 @@ def test_missing_tensor_is_named(written: tuple[Path, Path], tmp_path: Path, dro
         load_for_measuring(folder, torch.float32)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_another_shape_is_named(written: tuple[Path, Path], tmp_path: Path, number: int) -> None:
+    folder = changed_folder(written[number], tmp_path / "changed", config={"vocab_size": 384})
+    with pytest.raises(UserError, match=r"\w+\.weight has shape \[320, 128\], not \[384, 128\] \(1 more"):
+        load_for_measuring(folder, torch.float32)
+
+
 def test_missing_tensor_of_a_plain_folder_is_named(written: tuple[Path, Path], tmp_path: Path) -> None:
     """transformers alone would go on with random weights."""
     folder = changed_folder(written[0], tmp_path / "changed")

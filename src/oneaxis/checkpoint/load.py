@@ -5,6 +5,7 @@ same model with `Int8Linear` in place of each quantised linear, so that activati
 Local files only, safetensors only, and never a model's own code.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         # transformers and tokenizers raise what they like here, bare Exception included.
-        raise UserError(f"{folder}: the tokenizer does not load: {_first_line(error)}") from error
+        raise UserError(f"{folder}: the tokenizer does not load: {first_line(error)}") from error
 
 
 def read_config(folder: Path) -> tuple[PretrainedConfig, dict[str, Any] | None]:
@@ -76,8 +77,9 @@ def read_config(folder: Path) -> tuple[PretrainedConfig, dict[str, Any] | None]:
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder / 'config.json'}: does not load: {_first_line(error)}") from error
+    except Exception as error:
+        # As for the tokenizer: a value that a model's config refuses may be anything.
+        raise UserError(f"{folder / 'config.json'}: does not load: {first_line(error)}") from error
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         del config.quantization_config
@@ -103,7 +105,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as file:
                 tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         except SafetensorError as error:
-            raise UserError(f"{path}: not a whole safetensors file: {_first_line(error)}") from error
+            raise UserError(f"{path}: not a whole safetensors file: {first_line(error)}") from error
     return tensors
 
 
@@ -117,18 +119,33 @@ def _load_plain(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> P
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{folder}: the model does not load: {_first_line(error)}") from error
-    # transformers draws random weights for what is missing, and only says so in a log.
-    _require_whole(folder, sorted(report["missing_keys"]))
+    except Exception as error:
+        # transformers raises what it likes on a config that makes no sense.
+        raise UserError(f"{folder}: the model does not load: {first_line(error)}") from error
+    require_whole(str(folder), misfits(report))
     return model
 
 
-def _require_whole(folder: Path, wrong: list[str]) -> None:
+def misfits(report: dict[str, Any]) -> list[str]:
+    """The tensors that `from_pretrained` did not find or could not use, from its `output_loading_info`.
+
+    For those transformers draws random weights, and only says so in a log.
+    """
+    wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    return wrong + [_other_shape(*mismatch) for mismatch in sorted(report["mismatched_keys"])]
+
+
+def _other_shape(name: str, stored: Sequence[int], expected: Sequence[int]) -> str:
+    return f"{name} has shape {list(stored)}, not {list(expected)}"
+
+
+def require_whole(where: str, wrong: list[str]) -> None:
+    """Refuse, with a UserError, a model of which `wrong` names a tensor."""
     if wrong:
-        raise UserError(f"{folder}: {wrong[0]} is missing, of another shape, or unknown to this model ({len(wrong)} "
-                        "such); allowed: the tensors of the model that config.json names")  # fmt: skip
+        others = f" ({len(wrong) - 1} more do not fit)" if len(wrong) > 1 else ""
+        raise UserError(f"{where}: {wrong[0]}{others}; allowed: the tensors of the model that config.json describes")
 
 
 def _load_int8(
@@ -154,10 +171,16 @@ def _load_int8(
     # Random weights are drawn and overwritten; the caller's random state is not touched by it.
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    expected = {name for name in model.state_dict() if name not in (model.all_tied_weights_keys or {})}
-    wrong = sorted(expected.symmetric_difference(tensors) - set(model.all_tied_weights_keys or {}))
-    wrong += [name for name in sorted(expected & set(tensors)) if model.state_dict()[name].shape != tensors[name].shape]
-    _require_whole(folder, wrong)
+    shapes, tied = (
+        {name: tensor.shape for name, tensor in model.state_dict().items()},
+        model.all_tied_weights_keys or {},
+    )
+    expected, given = shapes.keys() - tied.keys(), tensors.keys() - tied.keys()
+    wrong = [f"{name} is missing" for name in sorted(expected - given)]
+    wrong += [f"{name} is unknown to this model" for name in sorted(given - expected)]
+    wrong += [_other_shape(name, tensors[name].shape, shapes[name]) for name in sorted(expected & given)
+              if tensors[name].shape != shapes[name]]  # fmt: skip
+    require_whole(str(folder), wrong)
     model.load_state_dict(tensors, strict=False)
     model.tie_weights()
     for name, layer in layers.items():
@@ -167,6 +190,8 @@ def _load_int8(
     return model
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return (text.splitlines() or [type(error).__name__])[0][:200] if text else type(error).__name__
+def first_line(error: Exception) -> str:
+    """The line of an error of transformers that tells the reason."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # A first line that ends in a colon only announces the reason.
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].rstrip().endswith(":") else 1])[:200]
