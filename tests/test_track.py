@@ -101,7 +101,7 @@ def test_a_run_is_complete(project: Path) -> None:
             assert run.data.tags[f"stage.{stage}"] == "computed"
     assert run.data.metrics["time/total_s"] == 18.0
     assert run.data.params["quantize.smooth.alpha"] == "0.5"
-    assert run.data.params["load.rates_rps"] == "[0.5, 1.0]"
+    assert run.data.params["load.rates_rps"] == "[1.0, 3.0]"
     assert run.data.tags["displacement"] == "healthy"
     assert run.data.tags["quantize.kind"] == "w8a8_int8_dynamic"
     assert run.data.tags["model.source"] == "wheel"
