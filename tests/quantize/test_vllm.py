@@ -34,7 +34,7 @@ def test_engine_agrees_with_the_read_back_model(tmp_path: Path, kind: str) -> No
         .gather(2, ids[:, 1:, None])[..., 0]
         for folder in (checkpoint, policy)
     )
-    with running_engine(checkpoint, serve(dtype="float32"), log_path=tmp_path / "engine.log") as engine:
+    with running_engine(checkpoint, serve(dtype="float32", threads=1), log_path=tmp_path / "engine.log") as engine:
         body = {
             "model": engine.model_name,
             "prompt": ids.tolist(),
