@@ -35,7 +35,7 @@ def work(stage: Stage) -> dict[str, float]:
         )  # fmt: skip
 
     cells = summarise(sweep, config.load)
-    verdicts = judge(plan, sweep, cells, differences, config.gate)
+    verdicts = judge(plan, sweep, cells, differences, config.guards)
     document = summary_document(cells, verdicts, sweep, config.load)
     plan.arrivals.write_parquet(stage.out / "arrivals.parquet")
     sweep.requests.write_parquet(stage.out / "requests.parquet")

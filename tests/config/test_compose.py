@@ -76,7 +76,7 @@ def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(
 def test_broken_yaml_under_conf_is_one_line(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "conf", tmp_path / "conf")
     (tmp_path / "conf" / "seed.yaml").write_text("a: [", encoding="utf-8")
-    (tmp_path / "conf" / "gate" / "default.yaml").write_text("max: [1,", encoding="utf-8")
+    (tmp_path / "conf" / "guards" / "default.yaml").write_text("max: [1,", encoding="utf-8")
     with pytest.raises(UserError) as caught:
         compose(tmp_path / "conf")
     assert "\n" not in str(caught.value)

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from oneaxis.config.schema import STAGE_SECTIONS, Config, derived_paths
+from oneaxis.config.schema import NO_STAGE, STAGE_SECTIONS, Config, derived_paths
 from oneaxis.errors import UserError
 
 PARAMS = "params.yaml"
@@ -176,7 +176,7 @@ def _yaml() -> YAML:
 
 def render_params(config: Config) -> str:
     """The text of `params.yaml`: sorted keys, resolved values, and the paths that follow from them."""
-    values = config.model_dump(mode="json")
+    values = config.model_dump(mode="json", exclude=set(NO_STAGE))
     values["paths"] = derived_paths(values)
     buffer = io.StringIO()
     buffer.write("# Composed from conf/ by `oneaxis run`; `oneaxis reset` restores the committed defaults.\n")

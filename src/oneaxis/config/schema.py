@@ -369,7 +369,7 @@ class Score(Section):
         return self
 
 
-# --- report, measure, gate -----------------------------------------------------------------------------------
+# --- report, measure, guards -----------------------------------------------------------------------------------
 
 
 class Report(Section):
@@ -383,13 +383,91 @@ class Measure(Section):
     repetition: Annotated[int, Field(ge=0)]
 
 
-class Gate(Section):
+class Guards(Section):
     """Bounds of the validity guards: beyond one of them the run is INVALID."""
 
     max_send_lag_p99_ms: Positive
     max_prefix_hit_rate: Fraction
     max_token_disagreement: Fraction
     """Largest relative difference between two independent counts of the output tokens."""
+
+
+# --- experiment, gate: read by multiruns and verdicts, never by a stage -----------------------------------------
+
+Value = bool | int | float | str
+StageName = Literal["fetch_model", "prepare_data", "filter_pairs", "train_dpo", "calibrate", "quantize", "serve",
+                    "sweep", "score", "report"]  # fmt: skip
+
+
+class Change(Section):
+    """One single change against the baseline, where the axis is not the same for all candidates."""
+
+    name: Name
+    overrides: Annotated[list[str], Field(min_length=1)]
+    """Hydra overrides that together move one axis: one key, or one group's choice."""
+
+
+class Claim(Section):
+    """What a metric is expected to do: written before the run, shown beside what was seen (guard 12)."""
+
+    metric: Annotated[str, Field(pattern=r"^[a-z_]+(/[\w.-]+)+$")]
+    """A flat name, as in `artifacts/*.metrics.json`: `quantize/perplexity_after`, `sweep/decode_heavy/r3/tpot_p50_ms`."""
+    better: Literal["lower", "higher"]
+    expected: float | None
+    """Effect expected, candidate - baseline, in the metric's unit; null: none, the comparison explores."""
+    bar: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """The smallest effect that counts, in the metric's unit and the better direction; 0: any."""
+
+
+class Experiment(Section):
+    """A question: a baseline, one axis and its values (or a list of single changes), and what is judged."""
+
+    name: Name
+    question: str
+    axis: str | None
+    """A dotted key (`quantize.smooth.alpha`) or a group (`quantize`); null: the override that sweeps says it."""
+    values: list[Value]
+    """Of the axis; the first is the baseline."""
+    changes: list[Change]
+    """Instead of axis and values: each is one point against the baseline."""
+    combine: bool
+    """Allow points that differ in several axes; each single change then runs too, since a combination must beat it."""
+    targets: list[StageName]
+    """The last stages that the question needs; empty: the whole pipeline."""
+    repetitions: Count
+    """Of the timed stages, in alternating order; six or more support a claim about a timing."""
+    claims: list[Claim]
+    """Empty: the headline metrics of the stages that run are compared, without a claim."""
+    cost: str
+    """What it takes, as measured, and where: `6 min on 2 cores`."""
+    deadline: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None
+    """ISO date by which the decision is needed, or on which what is tested breaks; shown on the result card."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "Experiment":
+        if self.changes and (self.axis or self.values):
+            raise ValueError("changes and axis are both given; allowed: one of them")
+        if self.values and not self.axis:
+            raise ValueError(f"values is {self.values} without an axis; allowed: both or neither")
+        names = [change.name for change in self.changes]
+        if len(set(names)) != len(names) or "baseline" in names:
+            raise ValueError(f"changes are named {names}; allowed: names that differ, none of them baseline")
+        if len({repr(value) for value in self.values}) != len(self.values):
+            raise ValueError(f"values is {self.values}; allowed: values that differ")
+        return self
+
+
+class Gate(Section):
+    """When a valid comparison is accepted; per hardware, since machines differ in noise."""
+
+    confidence: OpenFraction
+    """Coverage of intervals."""
+    floor: Fraction
+    """A candidate's mean must reach this share of the baseline's (of its inverse where lower is better)."""
+    max_spread: Positive
+    """Largest run-to-run spread, (max - min) / max over repetitions of one arm; beyond it a timing is unresolved."""
+    min_pairs: Annotated[int, Field(ge=2)]
+    """Fewest paired repetitions that support a claim about a timing."""
 
 
 class Config(BaseModel):
@@ -409,6 +487,8 @@ class Config(BaseModel):
     score: Score
     report: Report
     measure: Measure
+    guards: Guards
+    experiment: Experiment
     gate: Gate
 
     @model_validator(mode="after")
@@ -431,11 +511,14 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "calibrate": ("calibrate",),
     "quantize": ("quantize",),
     "serve": ("serve", "measure"),
-    "sweep": ("serve", "load", "gate", "measure", "seed"),
+    "sweep": ("serve", "load", "guards", "measure", "seed"),
     "score": ("score", "serve", "seed"),
     "report": ("report",),
 }
 """The sections that each stage reads, in the order of the DAG. `dvc.yaml` declares the same; a test compares."""
+
+NO_STAGE = ("experiment", "gate")
+"""Sections that no stage reads: they say how runs are compared, and stay out of `params.yaml`."""
 
 
 DEFAULT_SOURCE = "data/SOURCES.md"

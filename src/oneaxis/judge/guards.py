@@ -76,7 +76,7 @@ def unique_prompts(
         worst = max(over, key=lambda cell: over[cell])
         problems.append(
             f"the server took {over[worst]:.1%} of the prompt tokens of {worst} from its prefix cache "
-            f"(gate.max_prefix_hit_rate {max_hit_rate:.1%})"
+            f"(guards.max_prefix_hit_rate {max_hit_rate:.1%})"
         )
     if len(rates) < len(hit_rates):
         problems.append("the server has no prefix-cache counters, so that reuse cannot be excluded")
@@ -142,7 +142,7 @@ def token_truth(
             differences[name] = _outside(value, *bounds)
     problems.extend(
         f"{name} differ{'' if name.startswith('tokens') else 's'} from the usage records by {difference:.1%} "
-        f"(gate.max_token_disagreement {max_disagreement:.1%})"
+        f"(guards.max_token_disagreement {max_disagreement:.1%})"
         for name, difference in differences.items()
         if difference > max_disagreement
     )
@@ -206,11 +206,11 @@ def load_fidelity(requests: pl.DataFrame, scheduled: Mapping[str, int], max_lag_
     ]
     lag = _nearest_rank(sent["lag_ms"].to_list(), 99)
     if lag is not None and lag > max_lag_p99_ms:
-        problems.append(f"sent late: p99 {lag:.1f} ms (gate.max_send_lag_p99_ms {max_lag_p99_ms:g})")
+        problems.append(f"sent late: p99 {lag:.1f} ms (guards.max_send_lag_p99_ms {max_lag_p99_ms:g})")
     for (cell,), rows in sent.group_by("cell", maintain_order=True):
         of_cell = _nearest_rank(rows["lag_ms"].to_list(), 99)
         if rows.height >= 100 and of_cell is not None and of_cell > max_lag_p99_ms:
-            problems.append(f"{cell}: sent late: p99 {of_cell:.1f} ms (gate.max_send_lag_p99_ms {max_lag_p99_ms:g})")
+            problems.append(f"{cell}: sent late: p99 {of_cell:.1f} ms (guards.max_send_lag_p99_ms {max_lag_p99_ms:g})")
     early = sent.filter(pl.col("lag_ms") < -1).height
     if early:
         problems.append(f"{early} requests were sent before their moment")

@@ -5,7 +5,7 @@ from typing import Any
 
 import polars as pl
 
-from oneaxis.config.schema import Gate, Load
+from oneaxis.config.schema import Guards, Load
 from oneaxis.judge import guards
 from oneaxis.load.metrics import (
     CAPACITY_ATTAINMENT,
@@ -57,7 +57,9 @@ def hit_rate(hits: float | None, queries: float | None) -> float | None:
     return hits / queries if queries else 0.0
 
 
-def judge(plan: Plan, sweep: Sweep, cells: pl.DataFrame, differences: Sequence[Any], gate: Gate) -> list[guards.Guard]:
+def judge(
+    plan: Plan, sweep: Sweep, cells: pl.DataFrame, differences: Sequence[Any], bounds: Guards
+) -> list[guards.Guard]:
     """The validity guards of a sweep, in their order.
 
     Args:
@@ -69,16 +71,16 @@ def judge(plan: Plan, sweep: Sweep, cells: pl.DataFrame, differences: Sequence[A
     scheduled = {f"{shape} {rate_label(rate)}": count for shape, rate, count in planned.iter_rows()}
     return [
         guards.unique_prompts(
-            prompts, dict(zip(labels, cells["prefix_hit_rate"], strict=True)), gate.max_prefix_hit_rate
+            prompts, dict(zip(labels, cells["prefix_hit_rate"], strict=True)), bounds.max_prefix_hit_rate
         ),
         guards.token_truth(
             sweep.requests,
             _sum(cells["server_prompt_tokens"].to_list()),
             _sum(cells["server_output_tokens"].to_list()),
-            gate.max_token_disagreement,
+            bounds.max_token_disagreement,
         ),
         guards.realised_as_asked(differences),
-        guards.load_fidelity(sweep.requests, scheduled, gate.max_send_lag_p99_ms),
+        guards.load_fidelity(sweep.requests, scheduled, bounds.max_send_lag_p99_ms),
         guards.survivors(plan.arrivals["request_id"].to_list(), sweep.requests, cells),
         guards.output_limit(sweep.requests),
     ]
