@@ -411,7 +411,7 @@ class Claim(Section):
     """What a metric is expected to do: written before the run, shown beside what was seen (guard 12)."""
 
     metric: Annotated[str, Field(pattern=r"^[a-z_]+(/[\w.-]+)+$")]
-    """A flat name, as in `artifacts/*.metrics.json`: `quantize/perplexity_after`, `sweep/decode_heavy/r3/tpot_p50_ms`."""
+    """A flat name as in `artifacts/*.metrics.json`: `quantize/perplexity_after`, `score/openbookqa/acc_bytes`."""
     better: Literal["lower", "higher"]
     expected: float | None
     """Effect expected, candidate - baseline, in the metric's unit; null: none, the comparison explores."""
