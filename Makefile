@@ -16,11 +16,14 @@ UV_LINKS := $(addprefix --find-links ,$(PIP_FIND_LINKS))
 repro: $(READY)
 	$(BIN)/oneaxis run
 
+# Two workers: the engine tests of one fill the waits of the other. Tests of one file stay together and in order.
+PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
+
 test: $(READY) lint
-	$(BIN)/pytest -q --durations=12
+	$(PYTEST) --durations=12
 
 test-fast: $(READY) lint
-	$(BIN)/pytest -q -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check .
