@@ -8,7 +8,8 @@ import io
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,8 +32,45 @@ def compose(conf_dir: Path, overrides: Sequence[str] = ()) -> Config:
     return validate(compose_raw(conf_dir, overrides), origin="settings")
 
 
+@dataclass(frozen=True)
+class Composed:
+    """One composition, with what is needed to tell a group's choice from a key."""
+
+    config: Config
+    choices: Mapping[str, str | None]
+    """Group -> the choice made, by the command, a profile, an experiment or the defaults list."""
+    overrides: tuple[str, ...]
+    unresolved: dict[str, Any]
+    """As composed: references (`${key}`) still in place, nothing validated."""
+
+
+def compose_all(conf_dir: Path, overrides: Sequence[str] = ()) -> Composed:
+    """`compose`, with the choice of every group, from one composition.
+
+    Raises:
+        UserError: as `compose`.
+    """
+    values, unresolved, choices = _compose(conf_dir, overrides)
+    return Composed(validate(values, origin="settings"), choices, tuple(overrides), unresolved)
+
+
+def compose_unresolved(conf_dir: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """What `conf/` says before references are resolved and values validated, and the choice of every group.
+
+    A mandatory value that is not given is `???`.
+    """
+    _, unresolved, choices = _compose(conf_dir, overrides, resolve=False)
+    return unresolved, choices
+
+
 def compose_raw(conf_dir: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Compose without validating: plain dicts, lists and scalars, interpolations resolved."""
+    return _compose(conf_dir, overrides)[0]
+
+
+def _compose(
+    conf_dir: Path, overrides: Sequence[str], *, resolve: bool = True
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str | None]]:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
@@ -45,10 +83,20 @@ def compose_raw(conf_dir: Path, overrides: Sequence[str] = ()) -> dict[str, Any]
         if re.search(r"\$\{(hydra|now|oc\.env|oc\.create|oc\.decode)[:}.]", override):
             raise UserError(f"{override}: ${{hydra:}}, ${{now:}} and ${{oc.*}} would be frozen into {PARAMS}; "
                             "allowed: plain values and references to other keys")  # fmt: skip
+        group, _, choice = override.partition("=")
+        if choice == "null" and (conf_dir / group).is_dir():
+            raise UserError(f"{override}: {group} is a group; allowed: {_options(conf_dir / group)}")
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir.resolve())):
-            composed = hydra_compose("config", overrides=list(overrides))
-        return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+            composed = hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
+        choices = {
+            str(group): choice
+            for group, choice in OmegaConf.to_container(composed.hydra.runtime.choices).items()
+            if not str(group).startswith("hydra/")
+        }
+        ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+        unresolved = OmegaConf.to_container(ours, resolve=False)
+        values = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True) if resolve else {}
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain_hydra(error, overrides)) from error
     except Exception as error:
@@ -56,6 +104,11 @@ def compose_raw(conf_dir: Path, overrides: Sequence[str] = ()) -> dict[str, Any]
         if type(error).__module__.startswith(("yaml", "antlr4")):
             raise UserError(f"conf: {_one_line(error)}") from error
         raise
+    return values, unresolved, choices
+
+
+def _options(group: Path) -> str:
+    return ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
 
 
 def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
