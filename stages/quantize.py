@@ -4,11 +4,18 @@ from oneaxis.stage import Stage, run
 
 
 def work(stage: Stage) -> dict[str, float]:
-    """Write `checkpoint/` and the perplexity after; with kind `none` only say where the checkpoint is."""
+    """Write `checkpoint/` and the perplexity after; with kind `none` say where the checkpoint is, and that it stays."""
     settings = stage.config.quantize
     if settings.kind == "none":
+        import polars as pl
+
+        from oneaxis.quantize.nll import perplexity
+
+        # The same table and names as with a scheme, so that a run without one can be the baseline of one with it.
+        nll = pl.read_parquet(stage.artifact("calibrate", "heldout_nll.parquet"))
+        nll.write_parquet(stage.out / "heldout_nll.parquet")
         stage.notes["checkpoint"] = stage.paths["policy"]
-        return {}
+        return {f"quantize/perplexity_{side}": perplexity(nll) for side in ("before", "after")}
     from oneaxis.quantize.apply import quantize
 
     metrics, notes = quantize(stage.policy, stage.artifact("calibrate"), settings, stage.out)

@@ -53,12 +53,12 @@ def differences(conf_dir: Path, before: Composed, after: Composed) -> list[Axis]
         owner = next((name for name, leaves in axes.items() if targets & set(leaves)), next(iter(axes), key))
         axes.setdefault(owner, {})[key] = [old.get(key, ABSENT), new.get(key, ABSENT)]
 
-    groups = [name for name in before.choices | after.choices if name in set(owners.values())]
+    groups = [name for name in {**before.choices, **after.choices} if name in set(owners.values())]
     found = [
         Axis(name, "group", before.choices.get(name), after.choices.get(name), axes.pop(name))
         for name in sorted(groups, key=list(axes).index)
     ]
-    return found + [Axis(name, "key", *leaves[name], leaves) for name, leaves in axes.items()]
+    return found + [Axis(name, "key", leaves[name][0], leaves[name][1], leaves) for name, leaves in axes.items()]
 
 
 def settings(composed: Composed) -> Leaves:
@@ -102,7 +102,7 @@ def _explained(
     """The settings that the changed choices explain: dotted key -> group."""
     changed = [
         group
-        for group in before.choices | after.choices
+        for group in {**before.choices, **after.choices}
         if before.choices.get(group) != after.choices.get(group) and group not in GROUPS_NOT_AXES
     ]
     if not changed:
@@ -134,7 +134,11 @@ def _explained(
             owners[key] = (fits + moves + tops)[0]
     for group in tops:
         for key in own:
-            if key not in owners and key.startswith(f"{group}.") and any(_needs(conf_dir, c, key) for c in (before, after)):
+            if (
+                key not in owners
+                and key.startswith(f"{group}.")
+                and (_needs(conf_dir, before, key) or _needs(conf_dir, after, key))
+            ):
                 owners[key] = group
     return owners
 

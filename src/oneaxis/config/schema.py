@@ -411,7 +411,10 @@ class Claim(Section):
     """What a metric is expected to do: written before the run, shown beside what was seen (guard 12)."""
 
     metric: Annotated[str, Field(pattern=r"^[a-z_]+(/[\w.-]+)+$")]
-    """A flat name as in `artifacts/*.metrics.json`: `quantize/perplexity_after`, `score/openbookqa/acc_bytes`."""
+    """A flat name as in `artifacts/*.metrics.json`: `quantize/perplexity_after`, `score/openbookqa/acc_bytes`.
+
+    `rmax` and `rmin` in place of a rate stand for the highest and lowest of `load.rates_rps`, so that a claim holds
+    under another profile: `sweep/decode_heavy/rmax/tpot_p50_ms`. A plan has the name of the run."""
     better: Literal["lower", "higher"]
     expected: float | None
     """Effect expected, candidate - baseline, in the metric's unit; null: none, the comparison explores."""
@@ -427,7 +430,7 @@ class Experiment(Section):
     axis: str | None
     """A dotted key (`quantize.smooth.alpha`) or a group (`quantize`); null: the override that sweeps says it."""
     values: list[Value]
-    """Of the axis; the first is the baseline."""
+    """Of the axis; the first is the baseline. An axis whose values are lists or null is written as `changes`."""
     changes: list[Change]
     """Instead of axis and values: each is one point against the baseline."""
     combine: bool

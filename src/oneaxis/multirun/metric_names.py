@@ -1,0 +1,75 @@
+"""Which metrics a run will have, from its settings: a claim on any other is refused before the run.
+
+Two names in a claim stand for a cell of the sweep whatever its rates are, so that a claim survives `profile=tiny`:
+`sweep/<shape>/rmax/...` is the highest of `load.rates_rps`, `sweep/<shape>/rmin/...` the lowest.
+"""
+
+import re
+from collections.abc import Iterable
+
+from oneaxis.config import Config
+from oneaxis.load.plan import rate_label
+from oneaxis.load.summary import CELL_METRICS
+from oneaxis.score.metrics import CLOZE, LETTER
+
+TABLES = ("calibration", "heldout", "pairs", "items", "prompts", "probes")
+SOURCES = ("prose", "pairs", "items", "prompts", "probes")
+CALIBRATE = ("perplexity", "nll", "outlier_ratio_max", "tensors_above_ratio_10", "absmax_max",
+             "channels_exceeded_share", "clip_rate", "beyond_channel_rate", "tokens", "heldout_tokens")  # fmt: skip
+QUANTIZE = ("perplexity_ratio", "delta_nll", "delta_nll_ci_low", "delta_nll_ci_high", "fold_error_max",
+            "weight_error_max", "output_error_max", "num_quantized_linears", "checkpoint_bytes")  # fmt: skip
+
+
+def cell_metric(metric: str, rates_rps: Iterable[float]) -> str:
+    """`metric` with `rmax` and `rmin` replaced by the cell that they stand for at these rates."""
+    rates = sorted(rates_rps)
+    named = re.fullmatch(r"(sweep/[^/]+/)(rmax|rmin)(/.+)", metric)
+    if not named:
+        return metric
+    return named[1] + rate_label(rates[-1] if named[2] == "rmax" else rates[0]) + named[3]
+
+
+def metric_names(config: Config, stage: str) -> set[str]:
+    """The metrics that `stage` gives with these settings; some may be left out where they are undefined."""
+    return {f"{stage}/{name}" for name in _names(config, stage)}
+
+
+def _names(config: Config, stage: str) -> set[str]:
+    match stage:
+        case "fetch_model":
+            return {"num_parameters", "bytes"}
+        case "prepare_data":
+            return {f"{table}_rows" for table in TABLES} | {f"{source}_dropped" for source in SOURCES}
+        case "filter_pairs":
+            return {"pairs", "train_pairs", "kept", "dropped", "unusable", "ln_ches_median", "ches_median",
+                    f"{config.pairs.score}_cutoff", "edit_similarity_kept", "edit_similarity_dropped",
+                    "ches_edit_correlation", "ches_length_correlation"}  # fmt: skip
+        case "train_dpo" if config.train.kind == "none":
+            return {"steps"}
+        case "train_dpo":
+            levels = {f"{side}_logp_{when}" for side in ("chosen", "rejected", "escape")
+                      for when in ("before", "after", "after_float32")}  # fmt: skip
+            deltas = {f"{side}_delta{end}" for side in ("chosen", "rejected", "escape", "margin")
+                      for end in ("", "_ci_low", "_ci_high")}  # fmt: skip
+            return {"steps"} | levels | deltas
+        case "calibrate":
+            return set(CALIBRATE)
+        case "quantize":
+            measured = {"perplexity_before", "perplexity_after"}
+            return measured if config.quantize.kind == "none" else measured | set(QUANTIZE)
+        case "serve":
+            return {"cold_start_s", "config_differences", "smoke_ok", "kv_cache_tokens"}
+        case "sweep":
+            shapes = [shape.name for shape in config.load.shapes]
+            cells = {f"{shape}/{rate_label(rate)}/{name}" for shape in shapes for rate in config.load.rates_rps
+                     for name in CELL_METRICS}  # fmt: skip
+            return {"valid", "requests", "failed", "prefix_hit_rate"} | cells | {f"{s}/capacity_tok_s" for s in shapes}
+        case "score":
+            letter = (*LETTER, "letter_moved_share") if config.score.letter.items_per_task else ()
+            scorers = {f"{name}{end}" for name in (*CLOZE, *letter) for end in ("", "_stderr")} | {"n"}
+            scorers |= {"letter_n"} if letter else set()
+            scorers -= {"letter_moved_share_stderr"}
+            per_task = {f"{task}/{name}" for task in config.data.items.tasks for name in scorers}
+            return per_task | {"items_dropped", "boundary_backed_off", "truncated"}
+        case _:
+            return {"valid", "reasons", "warnings", "stages_missing"}
