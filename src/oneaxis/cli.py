@@ -1,6 +1,10 @@
 """The `oneaxis` command: compose settings and run the pipeline, restore them, look at the machine and the results.
 
     oneaxis run [OVERRIDE ...]   compose conf/ with Hydra overrides, write params.yaml, run DVC, track, report
+    oneaxis run -m KEY=A,B,...   a multirun: each value in a work tree of its own, the first is the baseline; verdicts
+    oneaxis run -m --resume ID   go on with a multirun that was interrupted; finished jobs are kept
+    oneaxis promote ID POINT     bring a point of a multirun into the workspace
+    oneaxis clean [ID ...]       remove idle slots and stale locks, or these multiruns; --cache: what nothing uses
     oneaxis reset                put the default settings back into params.yaml
     oneaxis track                complete the MLflow run of the pipeline's present state (after a bare `dvc repro`)
     oneaxis doctor               say what this machine can run, and what is missing
@@ -28,7 +32,13 @@ CONF = "conf"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes positionals in one piece only: `run -m a=1,2 --combine b=3` has them in two.
+    if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
     try:
         return int(options.action(options))
     except (UserError, RunError) as error:
@@ -56,8 +66,22 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="compose the settings and run the pipeline")
     run.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="Hydra override: group=choice or key=value")
     run.add_argument("--cfg", choices=["job"], help="print the composed settings and stop")
-    run.add_argument("-m", "--multirun", action="store_true", help=argparse.SUPPRESS)
+    run.add_argument("-m", "--multirun", action="store_true", help="one run for each value of the axis, compared")
+    run.add_argument(
+        "--combine", action="store_true", help="with -m: change several axes at once, and each alone"
+    )
+    run.add_argument("--resume", metavar="ID", help="with -m: go on with this multirun")
+    run.add_argument("--dry-run", action="store_true", help="with -m: print the plan and stop")
     run.set_defaults(action=_run)
+
+    promote = commands.add_parser("promote", help="bring a point of a multirun into the workspace")
+    promote.add_argument("point", nargs="+", metavar="ID POINT", help="as two words, or as ID/POINT")
+    promote.set_defaults(action=_promote)
+
+    clean = commands.add_parser("clean", help="remove idle slots and stale locks, or whole multiruns")
+    clean.add_argument("multiruns", nargs="*", metavar="ID", help="remove these multiruns' records and commits")
+    clean.add_argument("--cache", action="store_true", help="remove from the DVC cache what nothing here uses")
+    clean.set_defaults(action=_clean)
 
     for name, action, text in (
         ("reset", _reset, "put the default settings back into params.yaml"),
@@ -85,13 +109,35 @@ def _run(options: argparse.Namespace) -> int:
     from oneaxis.pipeline import run_pipeline
 
     root = _project()
-    if options.multirun:
-        raise UserError("-m: multirun is not part of this version; allowed: one run at a time, `oneaxis run OVERRIDES`")
+    if options.multirun or options.resume:
+        from oneaxis.multirun.run import run_multirun
+
+        combine = ["experiment.combine=true"] if options.combine else []
+        return run_multirun(root, [*options.overrides, *combine], options.resume, options.dry_run)
+    if options.combine or options.dry_run:
+        raise UserError(f"{'--combine' if options.combine else '--dry-run'}: belongs to a multirun; allowed: with -m")
     config = compose(root / CONF, options.overrides)
     if options.cfg:
         print(render_params(config), end="")
         return 0
     return run_pipeline(root, config, options.overrides)
+
+
+def _promote(options: argparse.Namespace) -> int:
+    from oneaxis.multirun.promote import promote
+
+    words = [part for word in options.point for part in word.split("/", 1)]
+    if len(words) != 2:
+        raise UserError(f"promote {' '.join(options.point)}: allowed: ID POINT, or ID/POINT")
+    print(promote(_project(), *words))
+    return 0
+
+
+def _clean(options: argparse.Namespace) -> int:
+    from oneaxis.multirun.clean import clean
+
+    print(clean(_project(), options.multiruns, cache=options.cache))
+    return 0
 
 
 def _reset(_options: argparse.Namespace) -> int:

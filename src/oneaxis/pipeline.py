@@ -41,7 +41,7 @@ def run_pipeline(root: Path, config: Config, overrides: Sequence[str]) -> int:
         (root / STATE / "failure.json").unlink(missing_ok=True)
         started = time.time()
         (root / STATE / "running.json").unlink(missing_ok=True)
-        code = _repro(root)
+        code = _repro(root, config.experiment.targets)
         if code:
             return _failed(root, code)
         _say(root, _ran_since(root, started))
@@ -119,15 +119,15 @@ def _dvc_at_work(root: Path) -> int | None:
     return None
 
 
-def _repro(root: Path) -> int:
-    """`dvc repro` as a child that ends with us; interrupts are passed on and waited for."""
+def _repro(root: Path, targets: Sequence[str]) -> int:
+    """`dvc repro TARGETS` as a child that ends with us; interrupts are passed on and waited for."""
     # Stages are called as `python stages/x.py`: this interpreter has to be the first on the path.
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     guard = (
         "import ctypes, sys, signal; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
-        "from dvc.cli import main; sys.exit(main(['repro']))"
+        "from dvc.cli import main; sys.exit(main(['repro', *sys.argv[3:]]))"
     )
-    child = subprocess.Popen([sys.executable, "-c", guard, "dvc", "repro"], cwd=root, env=environment)
+    child = subprocess.Popen([sys.executable, "-c", guard, "dvc", "repro", *targets], cwd=root, env=environment)
     pending = {signal.SIGINT: 0, signal.SIGTERM: 0}
 
     def pass_on(number: int, _frame: Any) -> None:
@@ -189,12 +189,17 @@ def _why_without_words(root: Path, code: int) -> str:
     if running.is_file():
         mark = json.loads(running.read_text(encoding="utf-8"))
         return f"{mark['stage']} was killed (process {mark['pid']}), perhaps for want of memory; {again}"
-    for folder in (root / ".dvc" / "cache", root / ARTIFACTS):
+    return no_room([root / ".dvc" / "cache", root / ARTIFACTS]) or "dvc repro failed; its own words stand above"
+
+
+def no_room(folders: Sequence[Path]) -> str:
+    """Which of these folders is full or cannot be written to, in one line; empty when none is."""
+    for folder in folders:
         if folder.is_dir() and psutil.disk_usage(str(folder)).free < FULL_BYTES:
             return f"the disk of {folder} is full; free space, then run again"
         if folder.is_dir() and (not os.access(folder, os.W_OK) or os.statvfs(folder).f_flag & os.ST_RDONLY):
             return f"{folder}: cannot be written to; allowed: a folder that can"
-    return "dvc repro failed; its own words stand above"
+    return ""
 
 
 def _ran_since(root: Path, started: float) -> list[str]:

@@ -200,7 +200,9 @@ def _run(name: str, work: Callable[[Stage], Mapping[str, float]], root: Path, st
     trace = root / STATE / "ran.jsonl"
     trace.parent.mkdir(exist_ok=True)
     with trace.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"stage": name, "at": _iso(time.time()), "pid": os.getpid()}) + "\n")
+        seconds = round(time.time() - psutil.Process().create_time(), 3)
+        line = {"stage": name, "at": _iso(time.time()), "pid": os.getpid(), "seconds": seconds}
+        file.write(json.dumps(line) + "\n")
 
 
 def _iso(seconds: float) -> str:
@@ -273,7 +275,8 @@ def git_state(root: Path) -> dict[str, Any]:
 def end_with_parent() -> None:
     """End this process (by SIGTERM, as KeyboardInterrupt) when its parent or the DVC above it dies.
 
-    The kernel's parent-death signal covers the direct parent (a shell); a thread watches the DVC process above it.
+    The kernel's parent-death signal covers the direct parent (a shell); a thread watches the DVC process above it, or
+    the process that `ONEAXIS_PARENT_PID` names (a multirun's job, which calls DVC in process).
     """
 
     def interrupt(_signal: int, _frame: Any) -> None:
@@ -286,17 +289,32 @@ def end_with_parent() -> None:
     signal.signal(signal.SIGINT, interrupt)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    me = psutil.Process()
-    above = [parent for parent in me.parents() if _is_dvc(parent)][:1]
-    if not above:
-        return
+    named = os.environ.get("ONEAXIS_PARENT_PID", "")
+    parents = psutil.Process().parents()
+    above = [parent for parent in parents if str(parent.pid) == named or _is_dvc(parent)][:1]
+    if above:
+        watch(above[0])
+    elif named:
+        # It died while this process started.
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    def watch() -> None:
-        while above[0].is_running() and above[0].status() != psutil.STATUS_ZOMBIE:
+
+def watch(process: psutil.Process) -> None:
+    """End this process by SIGTERM when `process` ends, whatever ended it."""
+
+    def wait() -> None:
+        while _runs(process):
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=watch, daemon=True, name="end-with-dvc").start()
+    threading.Thread(target=wait, daemon=True, name=f"end-with-{process.pid}").start()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def _is_dvc(process: psutil.Process) -> bool:

@@ -1,0 +1,284 @@
+"""A multirun from its overrides to its verdicts: `oneaxis run -m ...`.
+
+Plan (points, jobs), snapshot of what is on disk, every point checked, then the jobs through a launcher, and at the end
+the verdicts, the report and MLflow. `plan.json` is written before the first job, each job's record when it ends: so a
+multirun that died is resumed from what lies on disk.
+"""
+
+import fcntl
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from oneaxis.config.compose import compose, write_params
+from oneaxis.config.schema import Config, Measure
+from oneaxis.errors import UserError
+from oneaxis.multirun.flight import runs_each_time, stage_keys, stage_order
+from oneaxis.multirun.job import log_file, run_job
+from oneaxis.multirun.record import (
+    MULTIRUN,
+    Job,
+    Plan,
+    Status,
+    job_folder,
+    multirun_folder,
+    read_plan,
+    read_status,
+    write_plan,
+)
+from oneaxis.multirun.slots import PLANNING, bring_files, end_left_overs, free_slots, take_slot
+from oneaxis.multirun.snapshot import has_commit, make_snapshot, pin
+from oneaxis.pipeline import check_inputs
+from oneaxis.stage import STATE
+
+RUNNING = "running"
+
+
+def run_multirun(root: Path, overrides: Sequence[str], resume: str | None, dry_run: bool) -> int:
+    """Run or resume a multirun.
+
+    Returns:
+        0; 1 when a job failed, a comparison is INVALID, or claims were declared and no candidate was accepted.
+
+    Raises:
+        UserError: before anything runs: more than one axis, a mistake in any point, another process at work on it.
+        KeyboardInterrupt: when interrupted; the jobs that had ended are kept, and the words for resuming are printed.
+    """
+    if resume:
+        plan = resumed_plan(root, overrides, resume)
+    else:
+        from oneaxis.multirun.plan import make_plan
+
+        plan = make_plan(root, overrides, resume=None, now=datetime.now(UTC))
+        plan = replace(plan, snapshot=make_snapshot(root))
+    return execute(root, plan, dry_run=dry_run)
+
+
+def resumed_plan(root: Path, overrides: Sequence[str], multirun: str) -> Plan:
+    """The recorded plan of a multirun that is to go on.
+
+    Raises:
+        UserError: when the overrides are not those that it was planned with, or its snapshot is gone.
+    """
+    plan = read_plan(multirun_folder(root, multirun))
+    planned = [*plan.overrides, *plan.launcher]
+    if overrides and sorted(overrides) != sorted(planned):
+        raise UserError(f"--resume {multirun}: {' '.join(overrides)} is not what it was planned with; allowed: "
+                        f"no overrides, or {' '.join(planned) or 'none'}")  # fmt: skip
+    if not has_commit(root, plan.snapshot):
+        raise UserError(f"--resume {multirun}: its snapshot {plan.snapshot[:10]} is not in this repository; "
+                        "allowed: a multirun of this clone")  # fmt: skip
+    return plan
+
+
+def execute(root: Path, plan: Plan, *, dry_run: bool = False) -> int:
+    """Check, announce and run what is left of a plan, then judge, report and track it."""
+    folder = root / MULTIRUN / plan.id
+    with hold(root, plan.id):
+        with free_slots(root) as free:
+            for tree in free:
+                end_left_overs(tree)
+        todo = [number for number, job in enumerate(plan.jobs) if not _is_done(folder, job)]
+        checked = check_points(root, plan, [plan.jobs[number] for number in todo] or plan.jobs[:1])
+        print(announce(plan, checked.runs if todo else Counter(), len(todo)), flush=True)
+        if dry_run:
+            return 0
+        folder.mkdir(parents=True, exist_ok=True)
+        pin(root, plan.id, "snapshot", plan.snapshot)
+        write_plan(folder, plan)
+        failed = _run_jobs(root, folder, plan, todo, checked.configs)
+        verdicts = _conclude(root, folder)
+    return exit_code(plan, failed, verdicts)
+
+
+@contextmanager
+def hold(project: Path, multirun: str) -> Iterator[None]:
+    """One process at a time runs a multirun; the kernel frees a dead one's lock.
+
+    Raises:
+        UserError: naming the process that runs it.
+    """
+    path = project / STATE / RUNNING / f"{multirun}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            raise UserError(f"multirun {multirun}: is running now ({lock.read().strip()}); wait for it or stop "
+                            "it") from error  # fmt: skip
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now(UTC):%H:%M:%S} UTC")
+        lock.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _is_done(folder: Path, job: Job) -> bool:
+    status = read_status(job_folder(folder, job))
+    return status is not None and status.state == "done"
+
+
+# --- before the first job --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the check of all points found."""
+
+    configs: Sequence[Config]
+    """Of the points that are to run."""
+    runs: Counter[str]
+    """Stage -> how many different things it would compute; what the cache holds already is restored instead."""
+
+
+def check_points(root: Path, plan: Plan, jobs: Sequence[Job]) -> Checked:
+    """Compose and check every job's settings and inputs as its slot will, before any of them starts.
+
+    Raises:
+        UserError: the first mistake found.
+    """
+    from dvc.repo import Repo
+
+    configs: dict[str, Config] = {}
+    keys: dict[str, set[str]] = {}
+    each_time: Counter[str] = Counter()
+    hashes: dict[str, str] = {}
+    with take_slot(root, plan.snapshot, name=PLANNING) as slot:
+        for job in jobs:
+            if job.point not in configs:
+                configs[job.point] = compose(slot.root / "conf", plan.point(job.point).overrides)
+                check_inputs(root, configs[job.point])
+            measure = Measure(session=plan.session, repetition=job.repetition)
+            write_params(configs[job.point].model_copy(update={"measure": measure}), slot.root)
+            with Repo(str(slot.root)) as repo:
+                order = stage_order(repo, plan.experiment["targets"])
+                bring_files(root, slot.root, order)
+                for stage, (name, key) in zip(order, stage_keys(repo, order, hashes).items(), strict=True):
+                    keys.setdefault(name, set()).add(key)
+                    each_time[name] += runs_each_time(stage)
+    runs = Counter({stage: each_time[stage] or len(found) for stage, found in keys.items()})
+    return Checked(list(configs.values()), runs)
+
+
+def announce(plan: Plan, runs: Counter[str], left: int) -> str:
+    """The plan in a few lines: the points, and how many times each stage runs in all."""
+    about = f"axis {plan.axis}" if plan.axis else "several single changes"
+    lines = [f"multirun {plan.id}: {about}, {len(plan.points)} points, {len(plan.jobs)} jobs"]
+    width = max(len(point.name) for point in plan.points)
+    for point in plan.points:
+        moved = ", ".join(f"{axis.name}: {axis.before} -> {axis.after}" for axis in point.axes)
+        lines.append(f"  {point.name:{width}}  {point.role}{'  ' if moved else ''}{moved}")
+    if left < len(plan.jobs):
+        lines.append(f"  {len(plan.jobs) - left} jobs are done; {left} to run")
+    if runs:
+        counts = ", ".join(f"{stage} {count}x" for stage, count in runs.items())
+        lines.append(f"  runs {counts}; what the cache holds is restored instead")
+    lines.append(f"  snapshot {plan.snapshot[:10]}, timing session {plan.session}")
+    return "\n".join(lines)
+
+
+# --- the jobs --------------------------------------------------------------------------------------------------
+
+
+def _run_jobs(root: Path, folder: Path, plan: Plan, todo: Sequence[int], configs: Sequence[Config]) -> list[str]:
+    """Run the jobs; returns one line for each that failed."""
+    os.environ["ONEAXIS_MULTIRUN"] = f"{socket.gethostname()}:{os.getpid()}"
+    statuses: list[Status] = []
+    with _interruptible(plan.id), _progress(folder, plan, todo):
+        if todo:
+            statuses = [run_job(root, plan.id, number) for number in todo]
+    failed = []
+    for number, status in zip(todo, statuses, strict=True):
+        if status.state != "done":
+            job = plan.jobs[number]
+            failed.append(f"{job.point} repetition {job.repetition} failed: {status.message}")
+            print(f"oneaxis: {failed[-1]}; words: {log_file(folder, job)}", file=sys.stderr, flush=True)
+    return failed
+
+
+@contextmanager
+def _interruptible(multirun: str) -> Iterator[None]:
+    """SIGTERM interrupts as Ctrl-C does; the way to go on is said."""
+
+    def interrupt(_number: int, _frame: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"oneaxis: `oneaxis run -m --resume {multirun}` goes on from here", file=sys.stderr, flush=True)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _progress(folder: Path, plan: Plan, todo: Sequence[int]) -> Iterator[None]:
+    """One line when a job starts and one when it ends, read from the records: so for every launcher alike."""
+    begun, ended, since = set[int](), set[int](), time.time()
+    stop = threading.Event()
+
+    def look() -> None:
+        for number in todo:
+            job = plan.jobs[number]
+            log = log_file(folder, job)
+            if number not in begun and log.is_file() and log.stat().st_mtime >= since - 1:
+                begun.add(number)
+                print(f"[{len(begun)}/{len(todo)}] {job.point} r{job.repetition}: started", flush=True)
+            status = read_status(job_folder(folder, job)) if number in begun - ended else None
+            if status:
+                ended.add(number)
+                print(f"[{len(ended)}/{len(todo)}] {job.point} r{job.repetition}: {describe(status)}", flush=True)
+
+    def watch() -> None:
+        while not stop.wait(0.2):
+            look()
+
+    thread = threading.Thread(target=watch, daemon=True, name="progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        look()
+
+
+def describe(status: Status) -> str:
+    """How a job ended and what it took; the overhead is what is neither a stage nor waiting."""
+    ran = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in status.stage_seconds.items()) or "nothing"
+    overhead = status.seconds - sum(status.stage_seconds.values()) - status.waited_s
+    took = f"{status.seconds:.1f} s (ran {ran}; waited {status.waited_s:.1f}; overhead {overhead:.1f})"
+    return f"{status.state} in {took}" + (f": {status.message}" if status.message else "")
+
+
+# --- after the last job ------------------------------------------------------------------------------------------
+
+
+def _conclude(root: Path, folder: Path) -> Sequence[Any]:
+    return []
+
+
+def exit_code(plan: Plan, failed: Sequence[str], verdicts: Sequence[Any]) -> int:
+    """0; 1 when a job failed, a comparison is INVALID, or claims were declared and no candidate was accepted."""
+    if failed or any(not verdict.valid for verdict in verdicts):
+        return 1
+    claimed = [verdict for verdict in verdicts if verdict.claim]
+    return 1 if plan.experiment["claims"] and not any(verdict.decision == "accept" for verdict in claimed) else 0
