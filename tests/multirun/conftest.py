@@ -122,11 +122,12 @@ def template(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "stages").mkdir()
     (here / "stages" / "stage.py").write_text(STAGE, encoding="utf-8")
     (here / "dvc.yaml").write_text(DVC_YAML, encoding="utf-8")
+    (here / ".dvcignore").write_text(".oneaxis\n", encoding="utf-8")
     ignored = ["/.oneaxis/", "/artifacts/", "/multirun/", "/mlflow.db*", "/mlartifacts/", "/private/"]
     (here / ".gitignore").write_text("\n".join(ignored) + "\n", encoding="utf-8")
     write_params(compose(here / "conf"), here)
     sh(here, "git", "init", "-q")
-    sh(here, "dvc", "init", "-q")
+    sh(here, "dvc", "init", "-q", "-f")
     sh(here, "dvc", "config", "core.analytics", "false")
     git(here, "add", "-A")
     git(here, "commit", "-qm", "first")

@@ -276,7 +276,7 @@ def bring_files(project: Path, root: Path, stages: Sequence[Any]) -> None:
                 continue
             path = Path(os.path.normpath(dep.fs_path))
             if not path.is_relative_to(root):
-                raise UserError(f"{dep.def_path}: leaves the project, and {stage.addressing} reads it; allowed: a path "
+                raise UserError(f"{dep.def_path}: leaves the project, and {stage.name} reads it; allowed: a path "
                                 "inside the project, or an absolute one")  # fmt: skip
             if any(path == out or out in path.parents or path in out.parents for out in made):
                 continue
