@@ -67,9 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="Hydra override: group=choice or key=value")
     run.add_argument("--cfg", choices=["job"], help="print the composed settings and stop")
     run.add_argument("-m", "--multirun", action="store_true", help="one run for each value of the axis, compared")
-    run.add_argument(
-        "--combine", action="store_true", help="with -m: change several axes at once, and each alone"
-    )
+    run.add_argument("--combine", action="store_true", help="with -m: change several axes at once, and each alone")
     run.add_argument("--resume", metavar="ID", help="with -m: go on with this multirun")
     run.add_argument("--dry-run", action="store_true", help="with -m: print the plan and stop")
     run.set_defaults(action=_run)

@@ -25,17 +25,8 @@ from oneaxis.config.schema import Config, Measure
 from oneaxis.errors import UserError
 from oneaxis.multirun.flight import runs_each_time, stage_keys, stage_order
 from oneaxis.multirun.job import log_file, run_job
-from oneaxis.multirun.record import (
-    MULTIRUN,
-    Job,
-    Plan,
-    Status,
-    job_folder,
-    multirun_folder,
-    read_plan,
-    read_status,
-    write_plan,
-)
+from oneaxis.multirun.plan import make_plan
+from oneaxis.multirun.record import MULTIRUN, Job, Plan, Status, job_folder, read_status, write_plan
 from oneaxis.multirun.slots import PLANNING, bring_files, end_left_overs, free_slots, take_slot
 from oneaxis.multirun.snapshot import has_commit, make_snapshot, pin
 from oneaxis.pipeline import check_inputs
@@ -54,31 +45,13 @@ def run_multirun(root: Path, overrides: Sequence[str], resume: str | None, dry_r
         UserError: before anything runs: more than one axis, a mistake in any point, another process at work on it.
         KeyboardInterrupt: when interrupted; the jobs that had ended are kept, and the words for resuming are printed.
     """
-    if resume:
-        plan = resumed_plan(root, overrides, resume)
-    else:
-        from oneaxis.multirun.plan import make_plan
-
-        plan = make_plan(root, overrides, resume=None, now=datetime.now(UTC))
+    plan = make_plan(root, overrides, resume=resume, now=datetime.now(UTC))
+    if not resume:
         plan = replace(plan, snapshot=make_snapshot(root))
+    elif not has_commit(root, plan.snapshot):
+        raise UserError(f"--resume {resume}: its snapshot {plan.snapshot[:10]} is not in this repository; allowed: "
+                        "a multirun of this clone")  # fmt: skip
     return execute(root, plan, dry_run=dry_run)
-
-
-def resumed_plan(root: Path, overrides: Sequence[str], multirun: str) -> Plan:
-    """The recorded plan of a multirun that is to go on.
-
-    Raises:
-        UserError: when the overrides are not those that it was planned with, or its snapshot is gone.
-    """
-    plan = read_plan(multirun_folder(root, multirun))
-    planned = [*plan.overrides, *plan.launcher]
-    if overrides and sorted(overrides) != sorted(planned):
-        raise UserError(f"--resume {multirun}: {' '.join(overrides)} is not what it was planned with; allowed: "
-                        f"no overrides, or {' '.join(planned) or 'none'}")  # fmt: skip
-    if not has_commit(root, plan.snapshot):
-        raise UserError(f"--resume {multirun}: its snapshot {plan.snapshot[:10]} is not in this repository; "
-                        "allowed: a multirun of this clone")  # fmt: skip
-    return plan
 
 
 def execute(root: Path, plan: Plan, *, dry_run: bool = False) -> int:
