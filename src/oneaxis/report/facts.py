@@ -31,19 +31,29 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Link:
+    """A cell that leads somewhere: to an anchor, or to a file beside the page."""
+
+    text: str
+    href: str
+
+
+@dataclass(frozen=True)
 class Table:
     """Cells as text, to be shown as they are."""
 
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[str | Link]]
     align: str
     """One letter a column: l, r, or s for a status, which takes the row's tone."""
     caption: str = ""
     note: str = ""
     tones: Sequence[str] = field(default_factory=tuple)
-    """One word a row: good, bad or nothing."""
+    """One word a row: good, bad, invalid or nothing."""
     folded: bool = False
     """Shown only when the reader opens it."""
+    ids: Sequence[str] = ()
+    """Anchors of the rows."""
 
 
 @dataclass(frozen=True)

@@ -81,3 +81,44 @@ def value_text(value: Any) -> str:
 def evidence(facts: Mapping[str, Any]) -> str:
     """`{"hit_rate": 0.0, "bound": 0.01}` -> `hit rate: 0; bound: 0.01`."""
     return "; ".join(f"{str(key).replace('_', ' ')}: {value_text(value)}" for key, value in facts.items())
+
+
+def signed(value: float | None, digits: int = 3) -> str:
+    """A change in its metric's unit: +0.301, −4.50."""
+    shown = number(value, digits)
+    return f"+{shown}" if value is not None and value > 0 and shown != NONE else shown
+
+
+def effect(value: float | None, low: float | None, high: float | None) -> tuple[str, str]:
+    """A change and its interval with the same places, as many as the interval's width bears: two digits of it.
+
+    `(-0.31, -0.4, -0.22)` -> `("−0.31", "[−0.40, −0.22]")`; without both ends, `("−0.310", "no interval")`.
+    """
+    if value is None or not math.isfinite(value):
+        return NONE, NONE
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+        return signed(value), "no interval"
+    width = max(high - low, 1e-9 * abs(value))
+    places = max(0, 1 - math.floor(math.log10(width))) if width > 0 else 3
+    if places > 6:
+        return signed(value), f"[{signed(low)}, {signed(high)}]"
+    shown = [f"{end:+,.{places}f}".replace("-", "−") for end in (value, low, high)]
+    return shown[0], f"[{shown[1]}, {shown[2]}]"
+
+
+def plural(n: float | None, unit: str | None) -> str:
+    """`16 sequences`, `1 item`, `12`."""
+    if n is None:
+        return NONE
+    if not unit:
+        return count(n)
+    return f"{count(n)} {unit}" if int(n) == 1 or unit.endswith("s") else f"{count(n)} {unit}s"
+
+
+def shorten(words: str, most: int) -> str:
+    """One line of at most `most` characters; the middle of what is longer is left out, since names differ at ends."""
+    line = " ".join(words.split())
+    if len(line) <= most:
+        return line
+    head = (most - 1) // 2
+    return f"{line[:head]}…{line[len(line) - (most - 1 - head) :]}"

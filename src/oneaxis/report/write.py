@@ -7,9 +7,6 @@ plots, whose own text is escaped by matplotlib, are marked safe.
 
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
 from oneaxis.report.facts import (
     Verdict,
     accuracy,
@@ -21,11 +18,10 @@ from oneaxis.report.facts import (
     quality_and_preference,
     what_ran,
 )
+from oneaxis.report.page import environment
 from oneaxis.report.results import STAGES, Results, read_results
 from oneaxis.report.sections import Section, all_sections, latency_intervals
 from oneaxis.track import run_name
-
-TEMPLATES = Path(__file__).parent
 
 
 def write_report(artifacts: Path, out: Path, title: str) -> dict[str, float]:
@@ -61,28 +57,26 @@ def short_name(results: Results) -> str:
 
 def render(results: Results, verdict: Verdict, sections: list[Section], title: str, name: str) -> str:
     """The page as HTML text."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    return environment.get_template("report.html").render(
-        title=title,
-        name=name,
-        styles=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
-        svg=lambda plot: Markup(plot.svg),
-        verdict=verdict,
-        random=results.section("model").get("kind") == "random",
-        what=what_ran(results),
-        findings=findings(results),
-        headline=[
-            table
-            for table in (
-                quality_and_preference(results),
-                latency(results, latency_intervals(results)),
-                accuracy(results),
-            )
-            if table.rows
-        ],
-        cells=len(cells(results)),
-        sections=sections,
+    return (
+        environment()
+        .get_template("report.html")
+        .render(
+            title=title,
+            name=name,
+            verdict=verdict,
+            random=results.section("model").get("kind") == "random",
+            what=what_ran(results),
+            findings=findings(results),
+            headline=[
+                table
+                for table in (
+                    quality_and_preference(results),
+                    latency(results, latency_intervals(results)),
+                    accuracy(results),
+                )
+                if table.rows
+            ],
+            cells=len(cells(results)),
+            sections=sections,
+        )
     )

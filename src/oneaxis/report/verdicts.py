@@ -1,0 +1,493 @@
+"""The tables, lines and cards of a multirun's page: pure functions of what `records` read.
+
+A point that failed or is INVALID keeps its row, below the others, and is never named as best. Decisions are the
+judge's; nothing is decided here.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import chain
+from typing import Any
+
+from oneaxis.config import STAGE_SECTIONS
+from oneaxis.multirun.record import Axis, Point
+from oneaxis.report import text
+from oneaxis.report.facts import Link, Table
+from oneaxis.report.records import Multirun, Verdict
+
+WORDS = {"accept": "✓ accept", "reject": "✕ reject", "tie": "= tie", "unresolved": "? unresolved",
+         "invalid": "! INVALID", "not judged": "– not judged"}  # fmt: skip
+"""Every decision with a sign of its own: colour alone tells nothing."""
+TONES = {"accept": "good", "reject": "bad", "invalid": "invalid", "not judged": "invalid"}
+CARD_WORDS = 60
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate in one metric, as plot and table show it."""
+
+    point: str
+    decision: str
+    reason: str
+    effect: float | None = None
+    low: float | None = None
+    high: float | None = None
+    verdict: Verdict = field(default_factory=dict)
+    anchor: str = ""
+    """Of its row in the table."""
+
+    @property
+    def shown(self) -> tuple[str, str]:
+        """Effect and interval as text."""
+        return text.effect(self.effect, self.low, self.high)
+
+    @property
+    def sound(self) -> bool:
+        """Whether it may be ranked."""
+        return self.effect is not None and self.decision not in ("invalid", "not judged")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A metric: what was claimed of it, and all candidates against the baseline, best first, unsound last."""
+
+    metric: str
+    claimed: bool
+    better: str | None
+    bar: float | None
+    expected: float | None
+    rows: Sequence[Row]
+
+    @property
+    def id(self) -> str:
+        """For anchors and for the ids inside plots."""
+        return slug(self.metric)
+
+    @property
+    def accepted(self) -> list[Row]:
+        """Best first."""
+        return [row for row in self.rows if row.sound and row.decision == "accept"]
+
+
+def slug(name: str) -> str:
+    """A name as a part of an anchor; two names that differ give two slugs."""
+    return re.sub(r"[^A-Za-z0-9]", lambda found: "-" if found.group() in "/_. " else f"_{ord(found.group()):x}_", name)
+
+
+# --- comparisons ---------------------------------------------------------------------------------------------
+
+
+def comparisons(multirun: Multirun) -> list[Comparison]:
+    """One per judged metric: claims first, in the order of the plan, then the others as the judge wrote them."""
+    claims = {claim["metric"]: claim for claim in multirun.plan.experiment.get("claims", [])}
+    verdicts = multirun.verdicts or []
+    named = dict.fromkeys([*claims, *(v["metric"] for v in sorted(verdicts, key=lambda v: not v.get("claim")))])
+    return [_comparison(multirun, metric, claims.get(metric), verdicts) for metric in named]
+
+
+def _comparison(
+    multirun: Multirun, metric: str, claim: Mapping[str, Any] | None, verdicts: Iterable[Verdict]
+) -> Comparison:
+    baseline = multirun.plan.baseline.name
+    own = {v["candidate"]: v for v in verdicts if v["metric"] == metric and v["baseline"] == baseline}
+    first: Mapping[str, Any] = claim or next(iter(own.values()), {})
+    better = first.get("better")
+    sign = -1.0 if better == "lower" else 1.0
+    rows = [replace(_row(multirun, point, own.get(point.name)), anchor=f"{slug(metric)}-p{number}")
+            for number, point in enumerate(multirun.candidates)]  # fmt: skip
+    rows.sort(key=lambda row: (not row.sound, row.effect is None, -sign * (row.effect or 0.0)))
+    claimed = claim is not None or any(v.get("claim") for v in own.values())
+    return Comparison(metric, claimed, better, first.get("bar"), first.get("expected"), rows)
+
+
+def _row(multirun: Multirun, point: Point, verdict: Verdict | None) -> Row:
+    failed = [record for record in multirun.of(point.name) if record.state == "failed"]
+    if verdict is None:
+        why = _why_not(multirun, point.name) if multirun.verdicts is not None else "there are no verdicts"
+        return Row(point.name, "not judged", why)
+    decision = str(verdict["decision"]) if verdict["valid"] else "invalid"
+    reasons = list(verdict.get("reasons") or [])
+    if failed and decision != "invalid":
+        decision, reasons = "invalid", [f"r{failed[0].job.repetition} failed", *reasons]
+    return Row(point.name, decision, ". ".join(reasons), finite(verdict.get("effect")), finite(verdict.get("ci_low")),
+               finite(verdict.get("ci_high")), verdict)  # fmt: skip
+
+
+def _why_not(multirun: Multirun, point: str) -> str:
+    states = {record.state: record for record in multirun.of(point)}
+    for state in ("failed", "interrupted", "not ended", "not started"):
+        if state in states:
+            message = states[state].status.message if states[state].status else ""  # type: ignore[union-attr]
+            return f"{state}: {message}" if message else state
+    return "the judge wrote no verdict"
+
+
+def finite(value: Any) -> float | None:
+    """A number that can be drawn, or None."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def effect_table(multirun: Multirun, comparison: Comparison) -> Table:
+    """Candidates by effect, with everything that the decision rests on."""
+    rows: list[list[str | Link]] = []
+    for row in comparison.rows:
+        v, p = row.verdict, finite(row.verdict.get("p_value"))
+        test = f" ({v['test']})" if v.get("test") else ""
+        rows.append([
+            _to_page(multirun, row.point), WORDS.get(row.decision, row.decision),
+            text.number(finite(v.get("baseline_value")), 4), text.number(finite(v.get("candidate_value")), 4),
+            *row.shown, text.plural(finite(v.get("n")), v.get("unit_of_pairing")),
+            f"{_p_value(p)}{test}" if p is not None else text.NONE,
+            text.signed_percent(finite(v.get("relative_effect"))), row.reason,
+        ])  # fmt: skip
+    return Table(
+        ("Point", "decision", "baseline", "candidate", "effect", "interval", "n", "p", "relative", "why"), rows,
+        "lsrrrrrrrl", caption=f"{comparison.metric}, by effect",
+        note=f"Effect: candidate − baseline ({multirun.plan.baseline.name}). Interval: "
+        f"{text.percent(multirun.plan.gate.get('confidence'), 0)}, paired. {expectation(comparison)}",
+        tones=[TONES.get(row.decision, "") for row in comparison.rows], ids=[row.anchor for row in comparison.rows],
+    )  # fmt: skip
+
+
+def short_table(multirun: Multirun, comparison: Comparison) -> Table:
+    """The same rows with the decision alone, for the later metrics of a page that has many."""
+    return Table(
+        ("Point", "decision", "effect", "interval"),
+        [[row.point, WORDS.get(row.decision, row.decision), *row.shown] for row in comparison.rows], "lsrr",
+        caption=f"{comparison.metric}, by effect", note=expectation(comparison),
+        tones=[TONES.get(row.decision, "") for row in comparison.rows], ids=[row.anchor for row in comparison.rows],
+    )  # fmt: skip
+
+
+def _p_value(p: float) -> str:
+    return "< 0.0001" if p < 1e-4 else text.number(p, 2)
+
+
+def _to_page(multirun: Multirun, point: str) -> str | Link:
+    page = next((record.page for record in multirun.of(point) if record.page), None)
+    return Link(point, page) if page else point
+
+
+def expectation(comparison: Comparison) -> str:
+    """What was written down before the run."""
+    if not comparison.claimed:
+        return "No claim was made of it before the run."
+    bar = f"smallest that counts {text.number(comparison.bar)}" if comparison.bar else "any effect counts"
+    expected = text.signed(comparison.expected) if comparison.expected is not None else "none"
+    return f"Before the run: {comparison.better} is better, {bar}, expected {expected}."
+
+
+def verdict_line(comparison: Comparison) -> str:
+    """A claim in one line: the best accepted candidate, and how many there are of each decision."""
+    counts = [f"{n} {word.split(' ', 1)[1]}" for decision, word in WORDS.items()
+              if (n := sum(row.decision == decision for row in comparison.rows))]  # fmt: skip
+    if comparison.accepted:
+        best = comparison.accepted[0]
+        said = f"{best.point} accepted, {' '.join(best.shown)}"
+    else:
+        said = "no candidate accepted"
+    expected = f"; expected {text.signed(comparison.expected)}" if comparison.expected is not None else ""
+    bar = f"; bar {text.number(comparison.bar)}" if comparison.bar else ""
+    return f"{said} ({', '.join(counts)}{expected}{bar})"
+
+
+def tally(compared: Sequence[Comparison]) -> list[tuple[str, int]]:
+    """How many verdicts there are of each decision, over the claims, or over everything where nothing is claimed."""
+    chosen = [comparison for comparison in compared if comparison.claimed] or compared
+    rows = [row for comparison in chosen for row in comparison.rows]
+    return [(decision, n) for decision in WORDS if (n := sum(row.decision == decision for row in rows))]
+
+
+# --- combination ---------------------------------------------------------------------------------------------
+
+
+def combinations(multirun: Multirun, compared: Sequence[Comparison]) -> Table | None:
+    """Each combination beside the best of its parts, per metric; None where there is none."""
+    rows: list[list[str | Link]] = []
+    tones = []
+    for comparison in compared:
+        found = {row.point: row for row in comparison.rows}
+        for point in multirun.candidates:
+            row = found[point.name]
+            if point.role != "combination" or row.effect is None:
+                continue
+            best = row.verdict.get("best_single")
+            name = best if isinstance(best, str) else (best or {}).get("point")
+            single = found.get(str(name))
+            over = _against_single(multirun, comparison.metric, point.name, str(name))
+            effect = finite(over["effect"]) if over else None
+            if effect is None and single and single.effect is not None:
+                effect = row.effect - single.effect
+            rows.append([point.name, comparison.metric, WORDS.get(row.decision, row.decision), row.shown[0],
+                         name or text.NONE, single.shown[0] if single else text.NONE,
+                         *text.effect(effect, finite(over.get("ci_low")), finite(over.get("ci_high")))])  # fmt: skip
+            tones.append(TONES.get(row.decision, ""))
+    if not rows:
+        return None
+    return Table(
+        ("Combination", "metric", "decision", "effect", "best single", "its effect", "combination − single",
+         "interval"), rows, "llsrlrrr", caption="Combination against the best of its parts", tones=tones,
+        note="A combination that does not beat its best part is not worth its other changes.",
+    )  # fmt: skip
+
+
+def _against_single(multirun: Multirun, metric: str, combination: str, single: str) -> Verdict:
+    return next((v for v in multirun.verdicts or [] if v["metric"] == metric and v["candidate"] == combination
+                 and v["baseline"] == single), {})  # fmt: skip
+
+
+# --- the points ----------------------------------------------------------------------------------------------
+
+
+def asked(multirun: Multirun) -> list[tuple[str, str]]:
+    """What was decided before the first job."""
+    plan = multirun.plan
+    gate = plan.gate
+    lines = [("Baseline", plan.baseline.name)]
+    if plan.axis:
+        lines.append(("Axis", plan.axis))
+        lines.append(("Values", " → ".join([before_value(multirun), ", ".join(_values(multirun))])))
+    else:
+        lines.append(("Changes", ", ".join(point.name for point in multirun.candidates)))
+    repetitions = len({job.repetition for job in plan.jobs})
+    lines.append(("Jobs", f"{len(plan.points)} points, {len(plan.jobs)} jobs"
+                  + (f", {repetitions} repetitions in alternating order" if repetitions > 1 else "")))  # fmt: skip
+    if gate:
+        lines.append(
+            (
+                "Gate",
+                f"{text.percent(gate.get('confidence'), 0)} intervals, floor "
+                f"{text.percent(gate.get('floor'), 0)} of the baseline, spread of repetitions at most "
+                f"{text.percent(gate.get('max_spread'), 0)}, {gate.get('min_pairs')} pairs for a timing",
+            )
+        )
+    if plan.experiment.get("cost"):
+        lines.append(("Cost", str(plan.experiment["cost"])))
+    if plan.experiment.get("deadline"):
+        lines.append(("Decide by", str(plan.experiment["deadline"])))
+    return lines
+
+
+def before_value(multirun: Multirun) -> str:
+    """The axis's value in the baseline."""
+    axes = [axis for point in multirun.candidates for axis in point.axes if axis.name == multirun.plan.axis]
+    return text.value_text(axes[0].before) if axes else text.NONE
+
+
+def _values(multirun: Multirun) -> list[str]:
+    return [text.value_text(axis.after) for point in multirun.candidates for axis in point.axes
+            if axis.name == multirun.plan.axis]  # fmt: skip
+
+
+def axis_values(multirun: Multirun) -> dict[str, float]:
+    """Point -> value of the axis, the baseline's included; empty unless the one axis is a number everywhere."""
+    name, baseline = multirun.plan.axis, multirun.plan.baseline.name
+    values: dict[str, Any] = {}
+    for point in multirun.candidates:
+        if point.role != "single" or len(point.axes) != 1 or point.axes[0].name != name:
+            return {}
+        values[baseline], values[point.name] = point.axes[0].before, point.axes[0].after
+    if any(isinstance(value, bool) or finite(value) is None for value in values.values()):
+        return {}
+    return {point: float(value) for point, value in values.items()}
+
+
+def axes_table(multirun: Multirun) -> Table:
+    """What each point changes."""
+    rows: list[list[str | Link]] = []
+    for point in multirun.plan.points:
+        if not point.axes:
+            rows.append([point.name, point.role, "nothing", "", ""])
+        for axis in point.axes:
+            rows.append([point.name, point.role, axis.name, text.value_text(axis.before), text.value_text(axis.after)])
+    return Table(("Point", "role", "axis", "baseline", "here"), rows, "lllll", caption="What each point changes")
+
+
+def leaves_tables(multirun: Multirun) -> list[Table]:
+    """Each setting that a group's choice moves, one folded table per point and group."""
+    return [
+        Table(("Setting", "baseline", "here"),
+              [[key, text.value_text(pair[0]), text.value_text(pair[1])] for key, pair in sorted(axis.leaves.items())],
+              "lll", caption=f"{point.name}: what {_choice(axis)} moves", folded=True)
+        for point in multirun.candidates
+        for axis in point.axes
+        if axis.kind == "group" and axis.leaves
+    ]  # fmt: skip
+
+
+def _choice(axis: Axis) -> str:
+    return f"{axis.name}={text.value_text(axis.after)}"
+
+
+def jobs_table(multirun: Multirun) -> Table:
+    """How each job ended, what ran in it and what that cost beyond the stages."""
+    rows: list[list[str | Link]] = []
+    tones = []
+    for record in multirun.records:
+        status = record.status
+        name = f"{record.job.point} r{record.job.repetition}"
+        first: str | Link = Link(name, record.page) if record.page else name
+        if status is None:
+            rows.append([first, record.state, "", _stages(record.restored), "", "", "", ""])
+        else:
+            staged = sum(status.stage_seconds.values())
+            over = max(0.0, status.seconds - staged - status.waited_s)
+            rows.append([first, status.state, _stages(status.ran) or "nothing", _stages(record.restored),
+                         text.seconds(status.seconds), text.seconds(over), text.seconds(status.waited_s),
+                         status.node])  # fmt: skip
+        tones.append("" if record.state == "done" else "bad")
+    return Table(
+        ("Job", "state", "ran", "restored or unchanged", "took", "overhead", "waited", "node"), rows, "lsllrrrl",
+        caption="Jobs, in their order", tones=tones, folded=len(rows) > 24,
+        note="Overhead: what a job took beyond its stages and its waiting for a slot, a stage or the device.",
+    )  # fmt: skip
+
+
+def _stages(names: Sequence[str]) -> str:
+    return "all" if len(names) == len(STAGE_SECTIONS) else ", ".join(names)
+
+
+def failures_table(multirun: Multirun) -> Table | None:
+    """The jobs that did not end well, each with its line; None where all did."""
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for record in multirun.records:
+        if record.state != "done":
+            code = str(record.status.exit_code) if record.status else text.NONE
+            message = record.status.message if record.status else ""
+            said = message or f"{record.state}; `oneaxis run -m --resume {multirun.plan.id}` runs it"
+            groups.setdefault((record.job.point, record.state, code, said), []).append(f"r{record.job.repetition}")
+    rows = [[f"{point} {', '.join(which)}", state, code, said] for (point, state, code, said), which in groups.items()]
+    if not rows:
+        return None
+    return Table(("Job", "state", "exit code", "what it said"), rows, "lsrl", caption="Failures",
+                 tones=["bad"] * len(rows))  # fmt: skip
+
+
+def repetitions(multirun: Multirun, metric: str) -> dict[str, list[tuple[int, float, float]]]:
+    """Point -> (repetition, minutes since the multirun's first measurement, value); empty for a single repetition."""
+    stage = metric.partition("/")[0]
+    measured = [
+        (record, datetime.fromisoformat(record.provenance[stage]["started_at"]).timestamp() / 60)
+        for record in multirun.records
+        if finite(record.metrics.get(metric)) is not None and "started_at" in record.provenance.get(stage, {})
+    ]
+    if len({record.job.repetition for record, _ in measured}) < 2:
+        return {}
+    began = min(minute for _, minute in measured)
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for record, minute in sorted(measured, key=lambda pair: pair[1]):
+        found.setdefault(record.job.point, []).append(
+            (record.job.repetition, minute - began, float(record.metrics[metric]))
+        )
+    return found
+
+
+def repetitions_table(metric: str, measured: Mapping[str, Sequence[tuple[int, float, float]]]) -> Table:
+    """Every value of every repetition, in run order."""
+    flat = sorted(((minute, repetition, point, value) for point, values in measured.items()
+                   for repetition, minute, value in values))  # fmt: skip
+    return Table(("Point", "repetition", "minute", "value"),
+                 [[point, str(repetition), f"{minute:.1f}", text.number(value, 4)]
+                  for minute, repetition, point, value in flat], "lrrr", caption=f"{metric}: every repetition",
+                 folded=True)  # fmt: skip
+
+
+# --- cards, certainty, provenance ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Card:
+    """A verdict in at most 60 words, its evidence and its date among them."""
+
+    decision: str
+    words: str
+    date: str
+    evidence: Link
+    about: str
+    """What the link is about, for those who hear it alone."""
+
+    @property
+    def plain(self) -> str:
+        """As Markdown, one paragraph."""
+        date = f" Decide by {self.date}." if self.date else ""
+        return f"**{self.decision.upper()}** {self.words}{date} [{self.evidence.text}]({self.evidence.href})"
+
+
+def cards(multirun: Multirun, compared: Sequence[Comparison]) -> list[Card]:
+    """One per verdict, claims first, in the order of the tables."""
+    return [_card(multirun, comparison, row) for comparison in compared for row in comparison.rows if row.verdict]
+
+
+def _card(multirun: Multirun, comparison: Comparison, row: Row) -> Card:
+    v, date = row.verdict, str(multirun.plan.experiment.get("deadline") or "")
+    page = next((record.page for record in multirun.of(row.point) if record.page), None)
+    evidence = Link("Evidence", page or f"report.html#{row.anchor}")
+    numbers = ", no effect measured"
+    if row.effect is not None:
+        numbers = (f" {text.number(finite(v.get('baseline_value')), 4)} → "
+                   f"{text.number(finite(v.get('candidate_value')), 4)}, {' '.join(row.shown)}")  # fmt: skip
+    n = finite(v.get("n"))
+    said = [f"{_cut(row.point, 4)}: {comparison.metric}{numbers}"
+            + (f", n = {text.plural(n, v.get('unit_of_pairing'))}." if n is not None else ".")]  # fmt: skip
+    if comparison.claimed:
+        expected = text.signed(comparison.expected) if comparison.expected is not None else "nothing stated"
+        said.append(f"Expected {expected}, bar {text.number(comparison.bar)}.")
+    said += [f"{_cut(reason.rstrip('.'), 24)}." for reason in v.get("reasons") or []]
+
+    def made(sentences: Sequence[str]) -> Card:
+        return Card(row.decision, " ".join(sentences), date, evidence, f"{row.point}, {comparison.metric}")
+
+    kept: list[str] = []
+    for sentence in said:
+        if len(made([*kept, sentence]).plain.split()) <= CARD_WORDS:
+            kept.append(sentence)
+    return made(kept)
+
+
+def _cut(words: str, most: int) -> str:
+    parts = words.split()
+    return " ".join(parts) if len(parts) <= most else " ".join(parts[:most]) + "…"
+
+
+def certainty(multirun: Multirun) -> list[tuple[str, str]]:
+    """What the judge recommends, each once, with the points it is about."""
+    about: dict[str, dict[str, None]] = {}
+    for verdict in multirun.verdicts or []:
+        for line in verdict.get("recommendations") or []:
+            about.setdefault(str(line), {})[str(verdict["candidate"])] = None
+    return [
+        (line, ", ".join(list(points)[:5]) + (f" and {len(points) - 5} more" if len(points) > 5 else ""))
+        for line, points in about.items()
+    ]
+
+
+def provenance_tables(multirun: Multirun) -> list[Table]:
+    """The commit, the machines and the versions; what is not the same in all jobs is said."""
+    plan = multirun.plan
+    facts = [facts for record in multirun.records for facts in record.provenance.values()]
+    nodes = dict.fromkeys(record.status.node for record in multirun.records if record.status)
+    rows: list[list[str | Link]] = [
+        ["multirun", plan.id], ["planned at (UTC)", plan.created_at[:19].replace("T", " ")],
+        ["snapshot", plan.snapshot or text.NONE], ["command", f"oneaxis run -m {' '.join(plan.overrides)}".strip()],
+        ["launcher", " ".join(plan.launcher) or "basic: one job after another"], ["session", plan.session],
+        ["nodes", ", ".join(nodes) or text.NONE],
+    ]  # fmt: skip
+    rows += [[f"machine: {key.replace('_', ' ')}", value] for key, value in
+             _once_each(facts_.get("hardware", {}) for facts_ in facts).items()]  # fmt: skip
+    tables = [Table(("Fact", "value"), rows, "ll", caption="Origin")]
+    versions = _once_each(facts_.get("versions", {}) for facts_ in facts)
+    if versions:
+        tables.append(Table(("Package", "version"), [[name, versions[name]] for name in sorted(versions)], "ll",
+                            caption="Versions", folded=True))  # fmt: skip
+    return tables
+
+
+def _once_each(parts: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    seen: dict[str, dict[str, None]] = {}
+    for key, value in chain.from_iterable(part.items() for part in parts):
+        seen.setdefault(str(key), {})[text.value_text(value)] = None
+    return {key: next(iter(values)) if len(values) == 1 else f"DIFFERS: {'; '.join(values)}"
+            for key, values in seen.items()}  # fmt: skip
