@@ -2,13 +2,22 @@
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 
-from oneaxis.report.statistics import quantile_interval, share_interval
+from oneaxis.report.statistics import binomial_quantile, quantile_interval, share_interval
 
 
 def test_median_interval_of_ten() -> None:
     """Binomial(10, 1/2): P(B <= 1) = 0.0107, P(B <= 2) = 0.0547: the interval is from the 2nd to the 9th value."""
     assert quantile_interval([float(i) for i in range(10, 0, -1)], 0.5) == (2.0, 9.0)
+
+
+def test_binomial_quantile_is_that_of_scipy_stats() -> None:
+    """Oracle: scipy.stats, which the report does not import."""
+    for n in (1, 10, 299, 5000):
+        for share in (0.5, 0.9, 0.99):
+            for probability in (0.025, 0.3, 0.975):
+                assert binomial_quantile(probability, n, share) == int(binom.ppf(probability, n, share))
 
 
 def test_a_side_that_is_not_bounded_is_none() -> None:

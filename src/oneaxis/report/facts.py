@@ -69,6 +69,19 @@ class Cell:
         return f"{self.shape}, {self.rate_rps:g} req/s"
 
 
+def question(results: Results) -> str:
+    """What a run of these settings answers."""
+    model = results.section("model")
+    name = model_name(model) if model else "the model"
+    steps = []
+    if results.section("train").get("kind", "none") != "none":
+        steps.append("DPO training")
+    if results.section("quantize").get("kind", "none") != "none":
+        steps.append("W8A8 INT8 quantisation")
+    does = f"What does {' with '.join(steps)} do to {name}" if steps else f"How good is {name} as fetched"
+    return f"{does}, and which load does the result serve within its class?"
+
+
 def what_ran(results: Results) -> list[tuple[str, str]]:
     """The parts of the run, one line each."""
     model, train, quantize = results.section("model"), results.section("train"), results.section("quantize")

@@ -16,6 +16,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 INK, MUTED, GRID, PAPER = "#000001", "#000002", "#000003", "#000004"
@@ -37,6 +38,8 @@ STYLE = {
 }  # fmt: skip
 WIDTH, HEIGHT = 5.3, 3.0
 """Inches. Small, so that the letters stay readable on a telephone."""
+DRAWN_REQUESTS, DRAWN_STEPS = 300, 500
+"""Of one cell, in the timeline and in the distribution; tables and intervals use all."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,14 @@ def curves(steps: Sequence[float], series: Mapping[str, Sequence[float | None]],
     return draw(name, label, caption, paint)
 
 
+def thinned(values: Any, most: int) -> Any:
+    """At most `most` of a sequence, evenly spread over it, both ends among them: a page must stay small."""
+    if len(values) <= most:
+        return values
+    places = np.linspace(0, len(values) - 1, most).round().astype(int)
+    return values[places] if isinstance(values, np.ndarray) else [values[place] for place in places]
+
+
 def ecdf(cells: Mapping[str, Sequence[float]], bound_ms: float | None) -> Plot:
     """Share of all requests whose first token came within x ms; a failed request (infinity) never arrives."""
 
@@ -216,6 +227,7 @@ def ecdf(cells: Mapping[str, Sequence[float]], bound_ms: float | None) -> Plot:
             ordered = np.sort(np.asarray(values, dtype=float))
             arrived = ordered[np.isfinite(ordered)]
             shares = np.arange(1, len(arrived) + 1) / len(ordered)
+            arrived, shares = thinned(arrived, DRAWN_STEPS), thinned(shares, DRAWN_STEPS)
             axes.step(np.r_[arrived[:1], arrived], np.r_[0, shares], where="post", color=SERIES[i % 6],
                       linestyle=LINES[i % 6], label=title)  # fmt: skip
         if bound_ms is not None:
@@ -239,13 +251,15 @@ def timeline(cells: Mapping[str, Sequence[tuple[float, float | None, float | Non
     def paint(canvas: Canvas) -> None:
         panels = np.atleast_1d(canvas.subplots(rows, min(2, len(cells)), squeeze=False)).ravel()
         for axes, (title, requests) in zip(panels, cells.items(), strict=False):
-            for place, (sent, first, done) in enumerate(sorted(requests)):
-                if first is None:
-                    axes.plot(sent, place, "x", color=INK, markersize=4)
-                    continue
-                axes.hlines(place, sent, first, color=SERIES[0], linewidth=1.4)
-                if done is not None:
-                    axes.hlines(place, first, done, color=SERIES[1], linewidth=1.4)
+            bars_of = list(enumerate(thinned(sorted(requests), DRAWN_REQUESTS)))
+            failed = [(sent, place) for place, (sent, first, _) in bars_of if first is None]
+            waited = [(place, sent, first) for place, (sent, first, _) in bars_of if first is not None]
+            wrote = [(place, first, done) for place, (_, first, done) in bars_of if None not in (first, done)]
+            for bars, color in ((waited, SERIES[0]), (wrote, SERIES[1])):
+                if bars:
+                    axes.hlines(*zip(*bars, strict=True), color=color, linewidth=1.4)
+            if failed:
+                axes.plot(*zip(*failed, strict=True), "x", color=INK, markersize=4, linestyle="")
             axes.set_title(title, fontsize=8.5)
             axes.set_yticks([])
             axes.grid(visible=False, axis="y")
@@ -253,21 +267,29 @@ def timeline(cells: Mapping[str, Sequence[tuple[float, float | None, float | Non
         for axes in panels[len(cells) :]:
             axes.set_visible(False)
         canvas.supxlabel("seconds since the cell began", fontsize=8.5)
-        from matplotlib.lines import Line2D
-
         canvas.legend(handles=[
             Line2D([], [], color=SERIES[0], label="until the first token"),
             Line2D([], [], color=SERIES[1], label="generating"),
             Line2D([], [], color=INK, marker="x", linestyle="", label="failed"),
         ], loc="outside upper left", ncols=3)  # fmt: skip
 
-    return draw("timeline", f"Timeline of every request in {len(cells)} cells.",
-                "One line per request, in the order of arrival. Growing left parts: a queue builds up.", paint,
+    most = max(len(requests) for requests in cells.values())
+    some = f" {DRAWN_REQUESTS} of up to {most:,} are drawn." if most > DRAWN_REQUESTS else ""
+    return draw("timeline", f"Timeline of every request in {len(cells)} cells.{some}",
+                f"One line per request, in the order of arrival. Growing left parts: a queue builds up.{some}", paint,
                 height=0.7 + 1.5 * rows)  # fmt: skip
 
 
-def against_rate(shapes: Mapping[str, Sequence[tuple[float, float, float]]]) -> Plot:
-    """Goodput (tokens/s) and attainment over the offered rate: `shapes[name] = [(rate, goodput, attainment), ...]`."""
+def against_rate(
+    shapes: Mapping[str, Sequence[tuple[float, float, float]]], capacity: Mapping[str, tuple[float, float] | None]
+) -> Plot:
+    """The capacity curve: goodput (tokens/s) and attainment over the offered rate.
+
+    Args:
+        shapes: per shape `[(rate, goodput, attainment), ...]`. capacity: per shape its `(rate, goodput)`, the highest
+            goodput under an attainment of 90%; None where no rate reaches that.
+    """
+    reached = {title: best for title in shapes if (best := capacity.get(title))}
 
     def paint(canvas: Canvas) -> None:
         left, right = canvas.subplots(1, 2)
@@ -277,6 +299,9 @@ def against_rate(shapes: Mapping[str, Sequence[tuple[float, float, float]]]) -> 
             style = {"color": SERIES[i % 6], "marker": MARKERS[i % 6], "linestyle": LINES[i % 6]}
             left.plot(rate, goodput, label=title, **style)
             right.plot(rate, [100 * share for share in attainment], **style)
+        if reached:
+            left.plot(*zip(*reached.values(), strict=True), marker="*", markersize=12, linestyle="", color=INK,
+                      markerfacecolor="none", label="capacity")  # fmt: skip
         left.set_ylim(bottom=0)
         left.set_ylabel("goodput (tokens/s)")
         right.set_ylim(0, 104)
@@ -288,9 +313,11 @@ def against_rate(shapes: Mapping[str, Sequence[tuple[float, float, float]]]) -> 
                 axes.set_xticks(offered, [f"{rate:g}" for rate in offered])
         canvas.legend(loc="outside upper left", ncols=3)
 
-    return draw("rates", f"Goodput and attainment over the offered rate for {', '.join(shapes)}.",
-                "Goodput counts only tokens of requests that met the class. Dashed: 90%, the bar for capacity.",
-                paint)  # fmt: skip
+    each = [f"{title} {reached[title][1]:.3g} tokens/s at {reached[title][0]:g} req/s" if title in reached
+            else f"{title} none" for title in shapes]  # fmt: skip
+    return draw("rates", f"Goodput and attainment over the offered rate; capacity: {', '.join(each)}.",
+                f"Goodput counts only tokens of requests that met the class. Dashed: 90%, the bar for capacity. "
+                f"Capacity: {', '.join(each)}.", paint)  # fmt: skip
 
 
 def server(series: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Plot:

@@ -223,7 +223,7 @@ def latency(results: Results) -> Section:
         named = {f"{shape}, {rate:g} req/s": requests for (shape, rate), requests in by_cell.items() if requests.height}
         section.plots.append(plots.ecdf({name: requests["ttft_ms"].to_list() for name, requests in named.items()},
                                         target.get("ttft_ms")))  # fmt: skip
-        section.plots.append(_against_rate(measured))
+        section.plots.append(_against_rate(results, measured))
         section.plots.append(plots.timeline({name: _bars(requests) for name, requests in named.items()}))
     samples = _engine_queue(results)
     if samples:
@@ -239,12 +239,14 @@ def _bars(requests: pl.DataFrame) -> list[tuple[float, float | None, float | Non
     ]
 
 
-def _against_rate(measured: Sequence[Cell]) -> Plot:
+def _against_rate(results: Results, measured: Sequence[Cell]) -> Plot:
     shapes: dict[str, list[tuple[float, float, float]]] = {}
     for cell in measured:
         point = (cell.rate_rps, cell.numbers.get("goodput_tok_s", 0.0), cell.numbers.get("attainment", 0.0))
         shapes.setdefault(cell.shape, []).append(point)
-    return plots.against_rate(shapes)
+    found = (results.document("sweep", "summary.json") or {}).get("capacity", {})
+    capacity = {shape: (best["rate_rps"], best["goodput_tok_s"]) if best else None for shape, best in found.items()}
+    return plots.against_rate(shapes, capacity)
 
 
 def _engine_queue(results: Results) -> dict[str, tuple[Sequence[float], Sequence[float]]]:

@@ -16,6 +16,7 @@ from oneaxis.report.facts import (
     judge,
     latency,
     quality_and_preference,
+    question,
     what_ran,
 )
 from oneaxis.report.page import environment
@@ -63,6 +64,7 @@ def render(results: Results, verdict: Verdict, sections: list[Section], title: s
         .render(
             title=title,
             name=name,
+            question=question(results),
             verdict=verdict,
             random=results.section("model").get("kind") == "random",
             what=what_ran(results),
