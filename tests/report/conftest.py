@@ -6,6 +6,8 @@
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,90 @@ from oneaxis.multirun.record import Axis, Job, Plan, Point, Status, job_folder, 
 ROOT = Path(__file__).resolve().parents[2]
 HARDWARE = {"machine": "x86_64", "system": "Linux", "cpu": "A CPU", "cpus": 2, "memory_gib": 24.0, "gpus": [],
             "boot_id": "b", "omp_num_threads": None}  # fmt: skip
+
+
+@dataclass
+class Found:
+    """A table of a page: its caption, its head, and per body row the cells, the class and the id."""
+
+    caption: str = ""
+    rows: list[list[str]] = field(default_factory=list)
+    classes: list[str | None] = field(default_factory=list)
+    ids: list[str | None] = field(default_factory=list)
+
+    def column(self, number: int) -> list[str]:
+        return [row[number] for row in self.rows[1:]]
+
+    def row(self, first: str) -> list[str]:
+        return next(row for row in self.rows if row[0] == first)
+
+
+class Outline(HTMLParser):
+    """What a page is made of: tags, headings, tables, and the text outside styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.page = page
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.headings: list[tuple[int, str]] = []
+        self.tables: list[Found] = []
+        self.cards: list[str] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(page)
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.tags.append((tag, given))
+        if tag in ("meta", "link", "img", "br", "input"):
+            return
+        self._open.append(tag)
+        if tag in ("h1", "h2", "h3", "h4"):
+            self.headings.append((int(tag[1]), ""))
+        if tag == "table":
+            self.tables.append(Found())
+        if tag == "tr":
+            self.tables[-1].rows.append([])
+            self.tables[-1].classes.append(given.get("class"))
+            self.tables[-1].ids.append(given.get("id"))
+        if tag in ("td", "th"):
+            self.tables[-1].rows[-1].append("")
+        if tag == "li" and (given.get("class") or "").startswith("card "):
+            self.cards.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open, f"</{tag}> closes nothing"
+        assert self._open.pop() == tag, f"</{tag}> does not close what is open"
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._open:
+            return
+        self.words.append(data)
+        if self._open and self._open[-1] in ("h1", "h2", "h3", "h4"):
+            level, words = self.headings[-1]
+            self.headings[-1] = (level, words + data)
+        if "caption" in self._open:
+            self.tables[-1].caption += data
+        elif {"td", "th"} & set(self._open):
+            self.tables[-1].rows[-1][-1] += data
+        if "li" in self._open and self.cards and self._open[self._open.index("main") :].count("p"):
+            self.cards[-1] += data
+
+    def table(self, caption: str) -> Found:
+        return next(table for table in self.tables if table.caption == caption)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="session")
+def outline() -> Callable[[Path], Outline]:
+    """Parse a page; a tag that does not close what is open fails the test."""
+    return lambda path: Outline(path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="session")
@@ -243,9 +329,15 @@ GATE = {"confidence": 0.95, "floor": 0.95, "max_spread": 0.1, "min_pairs": 6}
 
 
 @pytest.fixture(scope="session")
-def fill_multirun() -> Callable[..., Path]:
+def multirun() -> Callable[..., Path]:
     """`make_multirun` itself."""
     return make_multirun
+
+
+@pytest.fixture(scope="session")
+def judged() -> Callable[..., dict[str, Any]]:
+    """`verdict` itself."""
+    return verdict
 
 
 def claim(metric: str, *, expected: float | None = -0.2, bar: float = 0.1) -> dict[str, Any]:

@@ -50,7 +50,15 @@ def forest(comparison: Comparison) -> Plot:
             axes.axvline(expected, color=SERIES[0], linewidth=1.2, linestyle=(0, (1.5, 2)))
             axes.plot([expected], [-0.75], marker="v", color=SERIES[0], markersize=6, clip_on=False)
         for place, row in enumerate(rows):
-            _row(axes, place, row)
+            _label(axes, place, row)
+        for decision, places in _by_decision(rows).items():
+            mark = MARKS.get(decision, MARKS["unresolved"])
+            ends_of = [(place + 0.18, rows[place].low, rows[place].high) for place in places if _bounded(rows[place])]
+            if ends_of:
+                dashed = (0, (3, 2)) if decision in ("unresolved", "invalid") else "-"
+                axes.hlines(*zip(*ends_of, strict=True), color=mark["color"], linewidth=1.8, linestyle=dashed)
+            axes.plot([float(rows[place].effect or 0) for place in places], [place + 0.18 for place in places], linestyle="",
+                      markersize=6.5, **mark)  # fmt: skip
         axes.set_ylim(len(rows) - 0.4, -0.75)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
@@ -68,21 +76,29 @@ def forest(comparison: Comparison) -> Plot:
                 caption, paint, height=0.95 + 0.4 * max(1, len(rows)))  # fmt: skip
 
 
-def _row(axes: Axes, place: int, row: Row) -> None:
+def _by_decision(rows: Sequence[Row]) -> dict[str, list[int]]:
+    """Decision -> places of its rows that have an effect."""
+    found: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        if row.effect is not None:
+            found.setdefault(row.decision, []).append(place)
+    return found
+
+
+def _bounded(row: Row) -> bool:
+    return row.low is not None and row.high is not None
+
+
+def _label(axes: Axes, place: int, row: Row) -> None:
     across = blended_transform_factory(axes.transAxes, axes.transData)
     said = " ".join(row.shown) if row.effect is not None else "no effect"
     word = "INVALID" if row.decision == "invalid" else row.decision
     if row.decision in ("invalid", "not judged"):
         axes.axhspan(place - 0.5, place + 0.45, facecolor="none", edgecolor=MUTED, hatch="////", linewidth=0, alpha=0.3)
-    axes.text(0.0, place - 0.18, f"{text.shorten(row.point, NAME_LENGTH)} · {word}", transform=across, fontsize=8.5)
-    axes.text(1.0, place - 0.18, said, transform=across, fontsize=8.5, ha="right")
-    if row.effect is None:
-        return
-    mark = MARKS.get(row.decision, MARKS["unresolved"])
-    if row.low is not None and row.high is not None:
-        dashed = (0, (3, 2)) if row.decision in ("unresolved", "invalid") else "-"
-        axes.hlines(place + 0.18, row.low, row.high, color=mark["color"], linewidth=1.8, linestyle=dashed)
-    axes.plot([row.effect], [place + 0.18], linestyle="", markersize=6.5, **mark)
+    name = f"{text.shorten(row.point, NAME_LENGTH)} · {word}"
+    for x, words, side in ((0.0, name, "left"), (1.0, said, "right")):
+        # They lie inside the axes: measuring them for the layout would take most of the time.
+        axes.text(x, place - 0.18, words, transform=across, fontsize=8.5, ha=side, in_layout=False)
 
 
 def _lines(bar: float | None, expected: float | None) -> list[Line2D]:
@@ -111,15 +127,18 @@ def over_axis(comparison: Comparison, axis: str, values: Mapping[str, float], ba
         axes.plot([x for x, _ in line], [y for _, y in line], color=MUTED, linewidth=1.0)
         axes.axhline(at, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
         axes.plot([values[baseline]], [at], marker="*", color=INK, markersize=10, linestyle="", label="baseline")
-        named: set[str] = set()
-        for row in rows:
-            x, y, mark = values[row.point], at + float(row.effect or 0), MARKS.get(row.decision, MARKS["unresolved"])
-            if row.low is not None and row.high is not None:
-                axes.vlines(x, at + row.low, at + row.high, color=mark["color"], linewidth=1.6)
-            word = "INVALID" if row.decision == "invalid" else row.decision
-            label = word if row.low is not None else f"{word}, no interval"
-            axes.plot([x], [y], linestyle="", markersize=6.5, label=None if label in named else label, **mark)
-            named.add(label)
+        for decision, places in _by_decision(rows).items():
+            mark = MARKS.get(decision, MARKS["unresolved"])
+            word = "INVALID" if decision == "invalid" else decision
+            for bounded, label in ((True, word), (False, f"{word}, no interval")):
+                own = [rows[place] for place in places if _bounded(rows[place]) is bounded]
+                if not own:
+                    continue
+                x, y = [values[row.point] for row in own], [at + float(row.effect or 0) for row in own]
+                if bounded:
+                    low, high = [at + float(row.low or 0) for row in own], [at + float(row.high or 0) for row in own]
+                    axes.vlines(x, low, high, color=mark["color"], linewidth=1.6)
+                axes.plot(x, y, linestyle="", markersize=6.5, label=label, **mark)
         if min(values.values()) > 0 and max(values.values()) / min(values.values()) >= 20:
             axes.set_xscale("log")
         if len(values) <= 8:

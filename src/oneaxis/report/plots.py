@@ -181,7 +181,7 @@ def pair_scores(kept: Sequence[float], dropped: Sequence[float], score: str, cut
         axes = _axes(canvas)
         parts = [np.clip(kept, edges[0], edges[-1]), np.clip(dropped, edges[0], edges[-1])]
         axes.hist(parts, bins=edges.tolist(), stacked=True, color=[SERIES[0], SERIES[1]], edgecolor=PAPER,
-                  linewidth=0.5, label=[f"kept ({len(kept)})", f"dropped ({len(dropped)})"])  # fmt: skip
+                  linewidth=0.5, hatch=["", "////"], label=[f"kept ({len(kept)})", f"dropped ({len(dropped)})"])  # fmt: skip
         if cutoff is not None and edges[0] <= cutoff <= edges[-1]:
             axes.axvline(cutoff, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label=f"cutoff {cutoff:.3g}")
         axes.set_xlabel(f"{score} (larger: more displacement expected)")
@@ -255,9 +255,9 @@ def timeline(cells: Mapping[str, Sequence[tuple[float, float | None, float | Non
             failed = [(sent, place) for place, (sent, first, _) in bars_of if first is None]
             waited = [(place, sent, first) for place, (sent, first, _) in bars_of if first is not None]
             wrote = [(place, first, done) for place, (_, first, done) in bars_of if None not in (first, done)]
-            for bars, color in ((waited, SERIES[0]), (wrote, SERIES[1])):
+            for bars, color, thick in ((waited, SERIES[0], 0.8), (wrote, SERIES[1], 2.0)):
                 if bars:
-                    axes.hlines(*zip(*bars, strict=True), color=color, linewidth=1.4)
+                    axes.hlines(*zip(*bars, strict=True), color=color, linewidth=thick)
             if failed:
                 axes.plot(*zip(*failed, strict=True), "x", color=INK, markersize=4, linestyle="")
             axes.set_title(title, fontsize=8.5)
@@ -268,8 +268,8 @@ def timeline(cells: Mapping[str, Sequence[tuple[float, float | None, float | Non
             axes.set_visible(False)
         canvas.supxlabel("seconds since the cell began", fontsize=8.5)
         canvas.legend(handles=[
-            Line2D([], [], color=SERIES[0], label="until the first token"),
-            Line2D([], [], color=SERIES[1], label="generating"),
+            Line2D([], [], color=SERIES[0], linewidth=0.8, label="until the first token"),
+            Line2D([], [], color=SERIES[1], linewidth=2.0, label="generating"),
             Line2D([], [], color=INK, marker="x", linestyle="", label="failed"),
         ], loc="outside upper left", ncols=3)  # fmt: skip
 
