@@ -57,8 +57,8 @@ def forest(comparison: Comparison) -> Plot:
             if ends_of:
                 dashed = (0, (3, 2)) if decision in ("unresolved", "invalid") else "-"
                 axes.hlines(*zip(*ends_of, strict=True), color=mark["color"], linewidth=1.8, linestyle=dashed)
-            axes.plot([float(rows[place].effect or 0) for place in places], [place + 0.18 for place in places], linestyle="",
-                      markersize=6.5, **mark)  # fmt: skip
+            effects = [float(rows[place].effect or 0) for place in places]
+            axes.plot(effects, [place + 0.18 for place in places], linestyle="", markersize=6.5, **mark)
         axes.set_ylim(len(rows) - 0.4, -0.75)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)

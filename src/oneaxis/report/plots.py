@@ -180,8 +180,9 @@ def pair_scores(kept: Sequence[float], dropped: Sequence[float], score: str, cut
     def paint(canvas: Canvas) -> None:
         axes = _axes(canvas)
         parts = [np.clip(kept, edges[0], edges[-1]), np.clip(dropped, edges[0], edges[-1])]
+        named = [f"kept ({len(kept)})", f"dropped ({len(dropped)})"]
         axes.hist(parts, bins=edges.tolist(), stacked=True, color=[SERIES[0], SERIES[1]], edgecolor=PAPER,
-                  linewidth=0.5, hatch=["", "////"], label=[f"kept ({len(kept)})", f"dropped ({len(dropped)})"])  # fmt: skip
+                  linewidth=0.5, hatch=["", "////"], label=named)  # fmt: skip
         if cutoff is not None and edges[0] <= cutoff <= edges[-1]:
             axes.axvline(cutoff, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label=f"cutoff {cutoff:.3g}")
         axes.set_xlabel(f"{score} (larger: more displacement expected)")
