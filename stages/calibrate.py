@@ -5,6 +5,7 @@ from oneaxis.stage import Stage, run
 
 def work(stage: Stage) -> dict[str, float]:
     """Write the statistics from which `quantize` derives the scales of any alpha, and the held-out NLL "before"."""
+    stage.take_device("compute")
     from oneaxis.quantize.calibrate import calibrate
 
     return calibrate(

@@ -5,6 +5,7 @@ from oneaxis.stage import Stage, run
 
 def work(stage: Stage) -> dict[str, float]:
     """Write the scored pairs and the distribution of the score; the manifest says what was dropped and why."""
+    stage.take_device("compute", gpus=1)
     import polars as pl
 
     from oneaxis.preference.filter import filter_pairs

@@ -16,6 +16,7 @@ def work(stage: Stage) -> dict[str, float]:
         nll.write_parquet(stage.out / "heldout_nll.parquet")
         stage.notes["checkpoint"] = stage.paths["policy"]
         return {f"quantize/perplexity_{side}": perplexity(nll) for side in ("before", "after")}
+    stage.take_device("compute")
     from oneaxis.quantize.apply import quantize
 
     metrics, notes = quantize(stage.policy, stage.artifact("calibrate"), settings, stage.out)

@@ -6,6 +6,9 @@ from oneaxis.stage import Stage, run
 
 def work(stage: Stage) -> dict[str, float]:
     """Write table.parquet, items_scored.parquet and summary.json."""
+    from oneaxis.serve import num_gpus
+
+    stage.take_device("compute", gpus=num_gpus(stage.config.serve) if stage.config.score.engine == "vllm" else 0)
     from oneaxis.score.scoring import read_items, score_checkpoint
 
     items = read_items(stage.artifact("prepare_data", "items.parquet"))

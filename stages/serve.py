@@ -12,8 +12,9 @@ from oneaxis.stage import STATE, Stage, run
 
 
 def work(stage: Stage) -> dict[str, float]:
-    from oneaxis.serve import realised_config, running_engine, smoke_answers
+    from oneaxis.serve import num_gpus, realised_config, running_engine, smoke_answers
 
+    stage.take_device("timing", gpus=num_gpus(stage.config.serve))
     measure = stage.config.measure
     stage.observed.update(session=measure.session, repetition=measure.repetition)
     log_path = stage.root / STATE / "logs" / "serve-engine.log"

@@ -12,13 +12,15 @@ from oneaxis.stage import STATE, Stage, run
 
 
 def work(stage: Stage) -> dict[str, float]:
+    from oneaxis.serve import num_gpus, realised_config, running_engine
+
+    lease = stage.take_device("timing", gpus=num_gpus(stage.config.serve))
     import polars as pl
     from transformers import AutoTokenizer
 
     from oneaxis.load.plan import check_fits, draw_plan, text_tokens
     from oneaxis.load.summary import flat_metrics, judge, report_lines, summarise, summary_document
     from oneaxis.load.sweep import run_sweep
-    from oneaxis.serve import realised_config, running_engine
 
     config, measure = stage.config, stage.config.measure
     check_fits(config.load, config.serve.max_model_len)
@@ -35,7 +37,7 @@ def work(stage: Stage) -> dict[str, float]:
         )  # fmt: skip
 
     cells = summarise(sweep, config.load)
-    verdicts = judge(plan, sweep, cells, differences, config.guards)
+    verdicts = judge(plan, sweep, cells, differences, config.guards, lease=lease.as_json())
     document = summary_document(cells, verdicts, sweep, config.load)
     plan.arrivals.write_parquet(stage.out / "arrivals.parquet")
     sweep.requests.write_parquet(stage.out / "requests.parquet")

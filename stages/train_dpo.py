@@ -10,6 +10,7 @@ def work(stage: Stage) -> dict[str, float]:
         stage.notes["policy"] = stage.paths["policy"]
         return {"train_dpo/steps": 0.0}
 
+    stage.take_device("compute", gpus=1)
     import polars as pl
 
     from oneaxis.preference.dpo import train_dpo

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -32,6 +33,7 @@ import psutil
 from oneaxis.artifacts import ARTIFACTS, atomic_folder, check_metrics, write_json, write_manifest
 from oneaxis.config import Config, load_stage_config
 from oneaxis.errors import RunError, UserError
+from oneaxis.lease import Lease, Purpose, device_lease
 
 STATE = ".oneaxis"
 QUIET = {
@@ -66,6 +68,18 @@ class Stage:
     """For the manifest: counts, licences, rules. Decided by the inputs alone."""
     observed: dict[str, Any] = field(default_factory=dict)
     """For the provenance: times, ports, machine facts."""
+    lease: Lease | None = None
+    """Of the device that the stage works on; None while it has not taken one."""
+    load_before: tuple[float, float, float] = field(default_factory=os.getloadavg)
+    """The machine's load when the stage began, or was given its device."""
+    until_done: ExitStack = field(default_factory=ExitStack)
+    """Closed when the work has ended, however it ends."""
+
+    def take_device(self, purpose: Purpose, *, gpus: int = 0) -> Lease:
+        """Wait for the device and hold it until the work is done (`oneaxis.lease`)."""
+        self.lease = self.until_done.enter_context(device_lease(purpose, gpus=gpus))
+        self.load_before = os.getloadavg()
+        return self.lease
 
     def artifact(self, *parts: str) -> Path:
         """The path of another stage's artifact: `stage.artifact("prepare_data", "pairs.parquet")`."""
@@ -173,9 +187,8 @@ def _remember_failure(state: Path, failure: dict[str, Any]) -> None:
 def _run(name: str, work: Callable[[Stage], Mapping[str, float]], root: Path, started: float) -> None:
     _refuse_beside_another_run(root)
     config, paths, plain = load_stage_config(root, name)
-    load_before = os.getloadavg()
-    with atomic_folder(root / ARTIFACTS / name) as out:
-        stage = Stage(name=name, root=root, out=out, config=config, paths=paths)
+    with atomic_folder(root / ARTIFACTS / name) as out, ExitStack() as until_done:
+        stage = Stage(name=name, root=root, out=out, config=config, paths=paths, until_done=until_done)
         metrics = check_metrics(work(stage), name)
         if load_stage_config(root, name)[1:] != (paths, plain):
             # DVC records the settings that it finds at the end: they must be those that the result was made with.
@@ -184,13 +197,16 @@ def _run(name: str, work: Callable[[Stage], Mapping[str, float]], root: Path, st
             )
         write_manifest(out, stage=name, params=plain, notes=stage.notes)
     write_json(root / ARTIFACTS / f"{name}.metrics.json", metrics)
+    waited_s = stage.lease.waited_s if stage.lease else 0.0
     provenance = {
         "stage": name,
         "started_at": _iso(started),
         "finished_at": _iso(time.time()),
-        "duration_s": round(time.time() - started, 3),
+        "duration_s": round(time.time() - started - waited_s, 3),
+        "waited_s": round(waited_s, 3),
+        "lease": stage.lease.as_json() if stage.lease else None,
         "peak_rss_mib": _peak_rss_mib(),
-        "load_before": load_before,
+        "load_before": stage.load_before,
         "load_after": os.getloadavg(),
         "params": plain,
         "observed": stage.observed,

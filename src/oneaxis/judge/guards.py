@@ -2,7 +2,7 @@
 
 Each guard stands for one way in which a load measurement was seen to lie. A run with a guard that fails is INVALID:
 its numbers are kept, and stand for nothing. The numbers are those of the methods: 1 unique prompts, 2 token truth,
-3 realised config, 5 load fidelity, 6 survivors, 7 output limit.
+3 realised config, 5 load fidelity, 6 survivors, 7 output limit, 10 exclusive device (stray tenants).
 
 `requests` is the request table: one row per request with `request_id`, `status`, `sent_s`, `intended_s`,
 `asked_prompt_tokens`, `asked_output_tokens`, `prompt_tokens`, `output_tokens`, `token_times`, `finish_reason`.
@@ -298,3 +298,21 @@ def output_limit(requests: pl.DataFrame) -> Guard:
     evidence = {"answers": ok.height, "ended_otherwise": sum(other.values()), "wrong_length": wrong.height}
     return _guard(7, "output limit honoured", evidence, problems,
                   "the engine must honour ignore_eos, min_tokens and max_tokens")  # fmt: skip
+
+
+def exclusive_device(lease: Mapping[str, Any] | None) -> Guard:
+    """Guard 10: while the times were taken, no other run of this host could use the device.
+
+    Args:
+        lease: as provenance records it (`oneaxis.lease.Lease.as_json`); None when no lease was held.
+    """
+    problems = []
+    if not lease:
+        problems.append("the device was not held: another run may have used it")
+    elif not lease["exclusive"]:
+        problems.append(f"{lease['device']} was shared with other runs")
+    evidence = {"device": lease["device"] if lease else None, "exclusive": bool(lease and lease["exclusive"])}
+    return _guard(
+        10, "exclusive device", evidence, problems,
+        "measure by `oneaxis run` or `dvc repro`, whose timing stages take an exclusive lease",
+    )  # fmt: skip

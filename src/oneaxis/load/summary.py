@@ -58,12 +58,19 @@ def hit_rate(hits: float | None, queries: float | None) -> float | None:
 
 
 def judge(
-    plan: Plan, sweep: Sweep, cells: pl.DataFrame, differences: Sequence[Any], bounds: Guards
+    plan: Plan,
+    sweep: Sweep,
+    cells: pl.DataFrame,
+    differences: Sequence[Any],
+    bounds: Guards,
+    *,
+    lease: Mapping[str, Any] | None,
 ) -> list[guards.Guard]:
     """The validity guards of a sweep, in their order.
 
     Args:
         differences: what the engine runs otherwise than asked (`realised_config`).
+        lease: of the device, as provenance records it; None when none was held.
     """
     labels = [f"{shape} {rate_label(rate)}" for shape, rate in cells.select("shape", "rate_rps").iter_rows()]
     prompts = [*plan.arrivals["prompt_token_ids"].to_list(), *plan.warmups["prompt_token_ids"].to_list()]
@@ -83,6 +90,7 @@ def judge(
         guards.load_fidelity(sweep.requests, scheduled, bounds.max_send_lag_p99_ms),
         guards.survivors(plan.arrivals["request_id"].to_list(), sweep.requests, cells),
         guards.output_limit(sweep.requests),
+        guards.exclusive_device(lease),
     ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from oneaxis.judge.guards import exclusive_device
 from oneaxis.report import text
 from oneaxis.report.results import Results
 from oneaxis.track import model_name
@@ -161,6 +162,12 @@ def judge(results: Results) -> Verdict:
     # The load's own third guard says the same of the same engine; one line is enough.
     if not any(str(guard["guard"]) == "3" and not guard["valid"] for guard in guards or []):
         reasons += [f"engine: {difference}" for difference in differences(results)]
+    # A load measured by the stage has this guard among its own; the engine's start has it here alone.
+    for stage in ("serve", "sweep"):
+        held = exclusive_device(results.provenance.get(stage, {}).get("lease"))
+        said_so = stage == "sweep" and any(guard["guard"] == held.number for guard in guards or [])
+        if stage in results.provenance and not held.valid and not said_so:
+            reasons.append(f"{stage}: {held.reason}")
     summary = results.document("score", "summary.json")
     if not summary or not summary.get("tasks"):
         reasons.append("score: no items were scored")

@@ -168,6 +168,19 @@ def single_process(settings: Serve, device: Device) -> bool:
     return device == "cpu" and "distributed_executor_backend" not in arguments and all(n == 1 for n in ranks)
 
 
+def num_gpus(settings: Serve) -> int:
+    """GPUs that the engine takes: one a rank; 0 where vLLM is built for the CPU.
+
+    Raises:
+        UserError: when vLLM is not installed.
+    """
+    if engine_device() == "cpu":
+        return 0
+    arguments = settings.engine_args
+    kinds = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
+    return math.prod(int(arguments.get(kind, 1)) for kind in kinds)
+
+
 def engine_command(checkpoint: Path, settings: Serve, *, served_name: str, port: int, device: Device) -> list[str]:
     """The engine's command: stock vLLM, or `launch.py` (the same with a forked core) for one CPU process."""
     own: dict[str, Any] = {
