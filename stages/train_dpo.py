@@ -13,8 +13,8 @@ def work(stage: Stage) -> dict[str, float]:
     stage.take_device("compute", gpus=1)
     import polars as pl
 
+    from oneaxis.live import live_logger
     from oneaxis.preference.dpo import train_dpo
-    from oneaxis.track import live_logger
 
     live = live_logger(stage.root)
     try:

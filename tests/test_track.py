@@ -19,7 +19,11 @@ from mlflow import MlflowClient
 from oneaxis.artifacts import write_json
 from oneaxis.config import STAGE_SECTIONS, compose, write_params
 from oneaxis.errors import RunError, UserError
-from oneaxis.track import ensure_store, flat, live_logger, mlflow_key, run_name, runs_page, track, track_in_stage
+from oneaxis.live import ensure_store, live_logger, mlflow_key
+from oneaxis.names import run_name
+from oneaxis.track import runs_page, track, track_in_stage
+from oneaxis.track.content import flat
+from oneaxis.track.pages import unpacked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow", "ignore::FutureWarning:mlflow")
 
@@ -261,7 +265,7 @@ def test_table_of_runs_opens_on_columns_that_exist(project: Path) -> None:
     assert address.startswith(f"http://127.0.0.1:5000/#/experiments/{run.info.experiment_id}/runs?")
     key = address.rpartition("viewStateShareKey=")[2]
     tags = client(project).get_experiment(run.info.experiment_id).tags
-    columns = json.loads(tags[f"mlflow.sharedViewState.{key}"])["selectedColumns"]
+    columns = unpacked(tags[f"mlflow.sharedViewState.{key}"])["selectedColumns"]
     held = {f"metrics.`{name}`" for name in run.data.metrics} | {f"tags.`{name}`" for name in run.data.tags}
     assert set(columns) <= held
     assert {name: run.data.metrics[name] for name in ("ppl", "ppl_base", "goodput_tok_s", "attainment")} == {
@@ -291,8 +295,8 @@ def test_six_processes_on_a_fresh_store(tmp_path: Path, root: Path) -> None:
 
 def test_names() -> None:
     assert mlflow_key("sweep/p99=a@b") == "sweep/p99_a_b"
-    assert flat({"a": {"b": [1, 2], "c": {}}, "d": "x" * 7000, "e": None}) == {
-        "a.b": "[1, 2]", "a.c": "{}", "d": "x" * 6000, "e": "null"}  # fmt: skip
+    assert flat({"a": {"b": [1, 2], "c": {}}, "d": "x" * 5000, "e": None}) == {
+        "a.b": "[1, 2]", "a.c": "{}", "d": "x" * 5000, "e": "null"}  # fmt: skip
     none = {"model": {"kind": "hub", "id": "a/b"}, "quantize": {"kind": "none"}, "train": {"kind": "none"}}
     assert run_name(none) == "not quantised · not trained · a/b"
 

@@ -6,18 +6,16 @@
     oneaxis promote ID POINT     bring a point of a multirun into the workspace
     oneaxis clean [ID ...]       remove idle slots and stale locks, or these multiruns; --cache: what nothing uses
     oneaxis reset                put the default settings back into params.yaml
-    oneaxis track                complete the MLflow run of the pipeline's present state (after a bare `dvc repro`)
+    oneaxis track                complete the MLflow runs: of the present state (after a bare `dvc repro`), of multiruns
     oneaxis doctor               say what this machine can run, and what is missing
     oneaxis verify               re-hash the artifacts against their manifests
-    oneaxis ui                   MLflow's pages on this project's runs
+    oneaxis ui [ID]              MLflow's pages: this multirun along its axis (default: the newest), and all runs
 
 Exit codes: 0 done; 1 failed, or the run is INVALID; 2 refused before running; 130 interrupted.
 """
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,12 +81,13 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, action, text in (
         ("reset", _reset, "put the default settings back into params.yaml"),
-        ("track", _track, "complete the MLflow run of the present state"),
+        ("track", _track, "complete the MLflow runs of the present state and of all multiruns"),
         ("doctor", _doctor, "say what this machine can run"),
         ("verify", _verify, "re-hash the artifacts against their manifests"),
     ):
         commands.add_parser(name, help=text).set_defaults(action=action)
     pages = commands.add_parser("ui", help="MLflow's pages on 127.0.0.1")
+    pages.add_argument("multirun", nargs="?", metavar="ID", help="a multirun (default: the newest)")
     pages.add_argument("--port", type=int, default=5000)
     pages.set_defaults(action=_ui)
     return parser
@@ -150,13 +149,9 @@ def _reset(_options: argparse.Namespace) -> int:
 
 
 def _track(_options: argparse.Namespace) -> int:
-    root = _project()
-    from oneaxis.pipeline import work_tree
-    from oneaxis.track import track
+    from oneaxis.track.command import track_all
 
-    with work_tree(root):
-        print(f"MLflow run {track(root)}")
-    return 0
+    return track_all(_project())
 
 
 def _doctor(_options: argparse.Namespace) -> int:
@@ -177,25 +172,9 @@ def _verify(_options: argparse.Namespace) -> int:
 
 
 def _ui(options: argparse.Namespace) -> int:
-    root = _project()
-    if not (root / "mlflow.db").is_file() and "MLFLOW_TRACKING_URI" not in os.environ:
-        raise UserError(f"{root / 'mlflow.db'}: missing; `oneaxis run` makes it")
-    if not 0 < options.port < 65536:
-        raise UserError(f"--port={options.port}: allowed: 1 to 65535")
-    store = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store]
-    from oneaxis.track import runs_page
+    from oneaxis.track.command import show_pages
 
-    print(f"{runs_page(root, f'http://127.0.0.1:{options.port}')}\n(Ctrl-C stops it)", flush=True)
-    # MLflow starts children of its own: they get a group, and the whole group is stopped.
-    server = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(options.port)], start_new_session=True)
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-    try:
-        return server.wait()
-    finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait(timeout=20)
+    return show_pages(_project(), options.multirun, options.port)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from oneaxis.artifacts import ARTIFACTS, atomic_folder, check_metrics, write_jso
 from oneaxis.config import Config, load_stage_config
 from oneaxis.errors import RunError, UserError
 from oneaxis.lease import Lease, Purpose, device_lease
+from oneaxis.system import sampled
 
 STATE = ".oneaxis"
 QUIET = {
@@ -189,7 +190,8 @@ def _run(name: str, work: Callable[[Stage], Mapping[str, float]], root: Path, st
     config, paths, plain = load_stage_config(root, name)
     with atomic_folder(root / ARTIFACTS / name) as out, ExitStack() as until_done:
         stage = Stage(name=name, root=root, out=out, config=config, paths=paths, until_done=until_done)
-        metrics = check_metrics(work(stage), name)
+        with sampled() as system:
+            metrics = check_metrics(work(stage), name)
         if load_stage_config(root, name)[1:] != (paths, plain):
             # DVC records the settings that it finds at the end: they must be those that the result was made with.
             raise RunError(
@@ -210,6 +212,7 @@ def _run(name: str, work: Callable[[Stage], Mapping[str, float]], root: Path, st
         "load_after": os.getloadavg(),
         "params": plain,
         "observed": stage.observed,
+        "system": system.as_json(),
         **environment(root),
     }
     write_json(root / ARTIFACTS / f"{name}.provenance.json", provenance)
