@@ -12,6 +12,7 @@ from urllib.parse import unquote
 import pytest
 from markupsafe import escape
 
+from oneaxis.artifacts import write_json
 from oneaxis.errors import UserError
 from oneaxis.multirun.record import Axis, Point
 from oneaxis.report import write_multirun_report
@@ -159,7 +160,7 @@ def test_group_axis_lists_each_leaf_it_moves(tmp_path: Path, multirun: Make, jud
 
 
 def test_combination_stands_beside_its_best_part(tmp_path: Path, multirun: Make, judged: Make, outline: Make) -> None:
-    """−0.50 against −0.31 is −0.19: from the effects, or from the judge's own comparison where it made one."""
+    """−0.50 against −0.31 is −0.19: from the effects, or from the judge's own comparison where there is one."""
     one, two = Axis("a", "key", 0, 1, {}), Axis("b", "key", 0, 1, {})
     points = [
         Point("alpha=0.0", "baseline", [], []),
@@ -172,13 +173,32 @@ def test_combination_stands_beside_its_best_part(tmp_path: Path, multirun: Make,
     multirun(tmp_path, candidates={}, points=points, metrics=[PPL], verdicts=verdicts, axis=None)
     caption = "Combination against the best of its parts"
     row = outline(write_multirun_report(tmp_path)).table(caption).row("both")
-    assert row == ["both", PPL, "✓ accept", "−0.50", "a=1", "−0.31", "−0.190", "no interval"]
-    shutil.rmtree(tmp_path / "points")
-    over = judged("both", PPL, "tie", -0.18, 0.02, baseline="a=1")
-    multirun(tmp_path, candidates={}, points=points, metrics=[PPL], verdicts=[*verdicts, over], axis=None)
+    assert row == ["both", PPL, "✓ accept", "−0.50", "a=1", "−0.31", "−0.190", "no interval", "–"]
+    against = {"point": "a=1", "effect": -0.18, "ci_low": -0.2, "ci_high": -0.16, "decision": "tie"}
+    write_json(tmp_path / "verdicts.json", [*verdicts[:2], {**verdicts[2], "against_best": against}])
     page = outline(write_multirun_report(tmp_path))
-    assert page.table(caption).row("both")[6:] == ["−0.180", "[−0.200, −0.160]"]
+    assert page.table(caption).row("both")[6:] == ["−0.180", "[−0.200, −0.160]", "= tie"]
     assert page.table(f"{PPL}, by effect").column(0) == ["both", "a=1", "b=1"]
+
+
+def test_without_a_claim_nothing_is_accepted(tmp_path: Path, multirun: Make, judged: Make, outline: Make) -> None:
+    """Points that the axis does not reach in a metric have no verdict, and no row."""
+    verdicts = [judged("a=1", PPL, "accept", -0.3, 0.1, claim=False, unit="ppl"),
+                judged("a=2", PPL, "reject", 0.3, 0.1, claim=False, unit="ppl")]  # fmt: skip
+    multirun(tmp_path, candidates={"a=1": 1.0, "a=2": 2.0, "a=3": 3.0}, metrics=[], verdicts=verdicts)
+    page = outline(write_multirun_report(tmp_path))
+    assert page.table(f"{PPL}, by effect").column(1) == ["▲ better", "▼ worse"]
+    assert "a=1 is better, −0.30 [−0.40, −0.20] ppl (1 better, 1 worse)" in page.text
+    assert "accept" not in page.text.replace("accept or better", "")
+
+
+def test_holm_and_warnings_are_shown(tmp_path: Path, multirun: Make, judged: Make, outline: Make) -> None:
+    multirun(tmp_path, candidates={"a=1": 1.0}, metrics=[PPL],
+             verdicts=[judged("a=1", PPL, "tie", -0.3, 0.4, p_adjusted=0.0369, num_claims=3,
+                              warnings=["another boot"])])  # fmt: skip
+    page = outline(write_multirun_report(tmp_path))
+    assert page.table(f"{PPL}, by effect").row("a=1")[7] == "0.012 (paired t; 0.037 by Holm over 3 claims)"
+    assert "another boot (a=1)" in page.text
 
 
 def test_jobs_and_failures(page: Any) -> None:

@@ -18,7 +18,9 @@ from oneaxis.report.verdicts import Comparison, Row
 
 MARKS: dict[str, dict[str, Any]] = {
     "accept": {"marker": "o", "color": SERIES[2]},
+    "better": {"marker": "o", "color": SERIES[2]},
     "reject": {"marker": "s", "color": SERIES[1]},
+    "worse": {"marker": "s", "color": SERIES[1]},
     "tie": {"marker": "D", "color": INK},
     "unresolved": {"marker": "^", "color": SERIES[3], "markerfacecolor": PAPER},
     "invalid": {"marker": "s", "color": INK, "markerfacecolor": "none"},
@@ -64,13 +66,15 @@ def forest(comparison: Comparison) -> Plot:
         axes.spines["left"].set_visible(False)
         axes.grid(visible=False, axis="y")
         toward = {"lower": "← better", "higher": "better →"}.get(str(comparison.better), "")
-        axes.set_xlabel(f"effect on {text.shorten(comparison.metric, 44)}  {toward}".rstrip())
+        unit = f", {comparison.unit}" if comparison.unit and comparison.unit not in comparison.metric else ""
+        axes.set_xlabel(f"effect on {text.shorten(comparison.metric, 40)}{unit}  {toward}".rstrip())
         axes.locator_params(axis="x", nbins=6)
         canvas.legend(handles=_lines(bar, expected), loc="outside upper left", ncols=3)
 
     counted = [f"{row.point} {row.decision} {row.shown[0]}" for row in rows[:12]]
     more = f" and {len(rows) - 12} more" if len(rows) > 12 else ""
-    caption = "Lines: intervals. Filled: accept ●, reject ■, tie ◆. Hollow: unresolved △, INVALID □ on hatched ground."
+    caption = ("Lines: intervals. Filled: accept or better ●, reject or worse ■, tie ◆. Hollow: unresolved △, "
+               "INVALID □ on hatched ground.")  # fmt: skip
     return draw(f"forest-{comparison.id}",
                 f"Effects on {comparison.metric} against the baseline, best first: {'; '.join(counted)}{more}.",
                 caption, paint, height=0.95 + 0.4 * max(1, len(rows)))  # fmt: skip

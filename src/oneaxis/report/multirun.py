@@ -93,7 +93,7 @@ def render(multirun: Multirun, compared: list[Comparison]) -> str:
         parts.append(_part(multirun, comparison, plotted=plotted))
     cards = verdicts.cards(multirun, compared)
     combination = verdicts.combinations(multirun, compared)
-    certainty = verdicts.certainty(multirun)
+    certainty, notes = verdicts.certainty(multirun), verdicts.notes(multirun)
     failures = verdicts.failures_table(multirun)
     points = [verdicts.axes_table(multirun), *verdicts.leaves_tables(multirun), *([failures] if failures else []),
               verdicts.jobs_table(multirun)]  # fmt: skip
@@ -101,7 +101,11 @@ def render(multirun: Multirun, compared: list[Comparison]) -> str:
     nav += [("further", "Further metrics")] if parts[shown:] else []
     nav += [("cards", "Cards")] if cards else []
     nav += [("combination", "Combination")] if combination else []
-    nav += [("points", "Points")] + ([("certainty", "Certainty")] if certainty else []) + [("provenance", "Provenance")]
+    nav += (
+        [("points", "Points")]
+        + ([("certainty", "Certainty")] if certainty or notes else [])
+        + [("provenance", "Provenance")]
+    )
     return environment().get_template("multirun.html").render(
         id=multirun.plan.id, name=multirun.plan.experiment.get("name") or "multirun", axis=axis(multirun),
         question=question(multirun), words=WORDS, tally=verdicts.tally(compared), missing=missing(multirun),
@@ -109,7 +113,7 @@ def render(multirun: Multirun, compared: list[Comparison]) -> str:
         lines=[(comparison, verdicts.verdict_line(comparison)) for comparison in compared[:shown]],
         asked=verdicts.asked(multirun), cards=cards[:SHOWN_CARDS], more_cards=cards[SHOWN_CARDS:ALL_CARDS],
         cards_left=max(0, len(cards) - ALL_CARDS), shown=parts[:shown], folded=parts[shown:], combination=combination,
-        points=points, certainty=certainty, provenance=verdicts.provenance_tables(multirun),
+        points=points, certainty=certainty, notes=notes, provenance=verdicts.provenance_tables(multirun),
     )  # fmt: skip
 
 

@@ -18,9 +18,11 @@ from oneaxis.report import text
 from oneaxis.report.facts import Link, Table
 from oneaxis.report.records import Multirun, Verdict
 
-WORDS = {"accept": "✓ accept", "reject": "✕ reject", "tie": "= tie", "unresolved": "? unresolved",
-         "invalid": "! INVALID", "not judged": "– not judged"}  # fmt: skip
+WORDS = {"accept": "✓ accept", "better": "▲ better", "reject": "✕ reject", "worse": "▼ worse", "tie": "= tie",
+         "unresolved": "? unresolved", "invalid": "! INVALID", "not judged": "– not judged"}  # fmt: skip
 """Every decision with a sign of its own: colour alone tells nothing."""
+DESCRIBED = {"accept": "better", "reject": "worse"}
+"""Without a claim nothing is accepted: the same finding, in words that decide nothing."""
 TONES = {"accept": "good", "reject": "bad", "invalid": "invalid", "not judged": "invalid"}
 CARD_WORDS = 60
 
@@ -59,6 +61,7 @@ class Comparison:
     better: str | None
     bar: float | None
     expected: float | None
+    unit: str
     rows: Sequence[Row]
 
     @property
@@ -68,8 +71,8 @@ class Comparison:
 
     @property
     def accepted(self) -> list[Row]:
-        """Best first."""
-        return [row for row in self.rows if row.sound and row.decision == "accept"]
+        """Of a claim the accepted, else those that are better; best first."""
+        return [row for row in self.rows if row.sound and row.decision in ("accept", "better")]
 
 
 def slug(name: str) -> str:
@@ -97,10 +100,12 @@ def _comparison(
     better = first.get("better")
     sign = -1.0 if better == "lower" else 1.0
     rows = [replace(_row(multirun, point, own.get(point.name)), anchor=f"{slug(metric)}-p{number}")
-            for number, point in enumerate(multirun.candidates)]  # fmt: skip
+            for number, point in enumerate(multirun.candidates)
+            if claim is not None or point.name in own or not multirun.ended_well(point.name)]  # fmt: skip
     rows.sort(key=lambda row: (not row.sound, row.effect is None, -sign * (row.effect or 0.0)))
     claimed = claim is not None or any(v.get("claim") for v in own.values())
-    return Comparison(metric, claimed, better, first.get("bar"), first.get("expected"), rows)
+    unit = next((str(v["unit"]) for v in own.values() if v.get("unit")), "")
+    return Comparison(metric, claimed, better, first.get("bar"), first.get("expected"), unit, rows)
 
 
 def _row(multirun: Multirun, point: Point, verdict: Verdict | None) -> Row:
@@ -109,7 +114,9 @@ def _row(multirun: Multirun, point: Point, verdict: Verdict | None) -> Row:
         why = _why_not(multirun, point.name) if multirun.verdicts is not None else "there are no verdicts"
         return Row(point.name, "not judged", why)
     decision = str(verdict["decision"]) if verdict["valid"] else "invalid"
-    reasons = list(verdict.get("reasons") or [])
+    reasons = [str(reason).rstrip(".") for reason in verdict.get("reasons") or []]
+    if not verdict.get("claim"):
+        decision = DESCRIBED.get(decision, decision)
     if failed and decision != "invalid":
         decision, reasons = "invalid", [f"r{failed[0].job.repetition} failed", *reasons]
     return Row(point.name, decision, ". ".join(reasons), finite(verdict.get("effect")), finite(verdict.get("ci_low")),
@@ -135,18 +142,22 @@ def effect_table(multirun: Multirun, comparison: Comparison) -> Table:
     rows: list[list[str | Link]] = []
     for row in comparison.rows:
         v, p = row.verdict, finite(row.verdict.get("p_value"))
-        test = f" ({v['test']})" if v.get("test") else ""
+        about = [str(v["test"])] if v.get("test") else []
+        if (adjusted := finite(v.get("p_adjusted"))) is not None:
+            about.append(f"{_p_value(adjusted)} by Holm over {v.get('num_claims')} claims")
+        tested = f" ({'; '.join(about)})" if about else ""
         rows.append([
             _to_page(multirun, row.point), WORDS.get(row.decision, row.decision),
             text.number(finite(v.get("baseline_value")), 4), text.number(finite(v.get("candidate_value")), 4),
             *row.shown, text.plural(finite(v.get("n")), v.get("unit_of_pairing")),
-            f"{_p_value(p)}{test}" if p is not None else text.NONE,
+            f"{_p_value(p)}{tested}" if p is not None else text.NONE,
             text.signed_percent(finite(v.get("relative_effect"))), row.reason,
         ])  # fmt: skip
     return Table(
         ("Point", "decision", "baseline", "candidate", "effect", "interval", "n", "p", "relative", "why"), rows,
         "lsrrrrrrrl", caption=f"{comparison.metric}, by effect",
-        note=f"Effect: candidate − baseline ({multirun.plan.baseline.name}). Interval: "
+        note=f"Effect: candidate − baseline ({multirun.plan.baseline.name})"
+        f"{f', in {comparison.unit}' if comparison.unit else ''}. Interval: "
         f"{text.percent(multirun.plan.gate.get('confidence'), 0)}, paired. {expectation(comparison)}",
         tones=[TONES.get(row.decision, "") for row in comparison.rows], ids=[row.anchor for row in comparison.rows],
     )  # fmt: skip
@@ -186,11 +197,14 @@ def verdict_line(comparison: Comparison) -> str:
               if (n := sum(row.decision == decision for row in comparison.rows))]  # fmt: skip
     if comparison.accepted:
         best = comparison.accepted[0]
-        said = f"{best.point} accepted, {' '.join(best.shown)}"
+        unit = f" {comparison.unit}" if comparison.unit else ""
+        said = f"{best.point} {'accepted' if comparison.claimed else 'is better'}, {' '.join(best.shown)}{unit}"
     else:
-        said = "no candidate accepted"
-    expected = f"; expected {text.signed(comparison.expected)}" if comparison.expected is not None else ""
-    bar = f"; bar {text.number(comparison.bar)}" if comparison.bar else ""
+        said = "no candidate accepted" if comparison.claimed else "no candidate is better"
+    expected = bar = ""
+    if comparison.claimed:
+        expected = f"; expected {text.signed(comparison.expected)}" if comparison.expected is not None else ""
+        bar = f"; bar {text.number(comparison.bar)}" if comparison.bar else ""
     return f"{said} ({', '.join(counts)}{expected}{bar})"
 
 
@@ -211,32 +225,27 @@ def combinations(multirun: Multirun, compared: Sequence[Comparison]) -> Table | 
     for comparison in compared:
         found = {row.point: row for row in comparison.rows}
         for point in multirun.candidates:
-            row = found[point.name]
-            if point.role != "combination" or row.effect is None:
+            row = found.get(point.name)
+            if row is None or point.role != "combination" or row.effect is None:
                 continue
-            best = row.verdict.get("best_single")
-            name = best if isinstance(best, str) else (best or {}).get("point")
-            single = found.get(str(name))
-            over = _against_single(multirun, comparison.metric, point.name, str(name))
-            effect = finite(over["effect"]) if over else None
+            best: Mapping[str, Any] = row.verdict.get("against_best") or {}
+            name = str(row.verdict.get("best_single") or best.get("point") or text.NONE)
+            single = found.get(name)
+            effect = finite(best.get("effect"))
             if effect is None and single and single.effect is not None:
                 effect = row.effect - single.effect
             rows.append([point.name, comparison.metric, WORDS.get(row.decision, row.decision), row.shown[0],
-                         name or text.NONE, single.shown[0] if single else text.NONE,
-                         *text.effect(effect, finite(over.get("ci_low")), finite(over.get("ci_high")))])  # fmt: skip
+                         name, single.shown[0] if single else text.NONE,
+                         *text.effect(effect, finite(best.get("ci_low")), finite(best.get("ci_high"))),
+                         WORDS.get(str(best.get("decision")), text.NONE)])  # fmt: skip
             tones.append(TONES.get(row.decision, ""))
     if not rows:
         return None
     return Table(
         ("Combination", "metric", "decision", "effect", "best single", "its effect", "combination − single",
-         "interval"), rows, "llsrlrrr", caption="Combination against the best of its parts", tones=tones,
+         "interval", "against it"), rows, "llsrlrrrl", caption="Combination against the best of its parts", tones=tones,
         note="A combination that does not beat its best part is not worth its other changes.",
     )  # fmt: skip
-
-
-def _against_single(multirun: Multirun, metric: str, combination: str, single: str) -> Verdict:
-    return next((v for v in multirun.verdicts or [] if v["metric"] == metric and v["candidate"] == combination
-                 and v["baseline"] == single), {})  # fmt: skip
 
 
 # --- the points ----------------------------------------------------------------------------------------------
@@ -434,7 +443,7 @@ def _card(multirun: Multirun, comparison: Comparison, row: Row) -> Card:
             + (f", n = {text.plural(n, v.get('unit_of_pairing'))}." if n is not None else ".")]  # fmt: skip
     if comparison.claimed:
         expected = text.signed(comparison.expected) if comparison.expected is not None else "nothing stated"
-        said.append(f"Expected {expected}, bar {text.number(comparison.bar)}.")
+        said.append(f"Expected {expected}, bar {text.number(comparison.bar) if comparison.bar else 'any effect'}.")
     said += [f"{_cut(reason.rstrip('.'), 24)}." for reason in v.get("reasons") or []]
 
     def made(sentences: Sequence[str]) -> Card:
@@ -454,9 +463,18 @@ def _cut(words: str, most: int) -> str:
 
 def certainty(multirun: Multirun) -> list[tuple[str, str]]:
     """What the judge recommends, each once, with the points it is about."""
+    return _lines_with_points(multirun, "recommendations")
+
+
+def notes(multirun: Multirun) -> list[tuple[str, str]]:
+    """What the judge warns of, each once, with the points it is about."""
+    return _lines_with_points(multirun, "warnings")
+
+
+def _lines_with_points(multirun: Multirun, key: str) -> list[tuple[str, str]]:
     about: dict[str, dict[str, None]] = {}
     for verdict in multirun.verdicts or []:
-        for line in verdict.get("recommendations") or []:
+        for line in verdict.get(key) or []:
             about.setdefault(str(line), {})[str(verdict["candidate"])] = None
     return [
         (line, ", ".join(list(points)[:5]) + (f" and {len(points) - 5} more" if len(points) > 5 else ""))
