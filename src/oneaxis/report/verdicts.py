@@ -25,6 +25,7 @@ DESCRIBED = {"accept": "better", "reject": "worse"}
 """Without a claim nothing is accepted: the same finding, in words that decide nothing."""
 TONES = {"accept": "good", "reject": "bad", "invalid": "invalid", "not judged": "invalid"}
 CARD_WORDS = 60
+SHOWN_VALUES = 12
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,8 @@ def verdict_line(comparison: Comparison) -> str:
         said = f"{best.point} {'accepted' if comparison.claimed else 'is better'}, {' '.join(best.shown)}{unit}"
     else:
         said = "no candidate accepted" if comparison.claimed else "no candidate is better"
+    if all(row.decision == "not judged" for row in comparison.rows):
+        said = "not judged"
     expected = bar = ""
     if comparison.claimed:
         expected = f"; expected {text.signed(comparison.expected)}" if comparison.expected is not None else ""
@@ -258,7 +261,9 @@ def asked(multirun: Multirun) -> list[tuple[str, str]]:
     lines = [("Baseline", plan.baseline.name)]
     if plan.axis:
         lines.append(("Axis", plan.axis))
-        lines.append(("Values", " → ".join([before_value(multirun), ", ".join(_values(multirun))])))
+        values = _values(multirun)
+        more = f", … ({len(values)} in all)" if len(values) > SHOWN_VALUES else ""
+        lines.append(("Values", f"{before_value(multirun)} → {', '.join(values[:SHOWN_VALUES])}{more}"))
     else:
         lines.append(("Changes", ", ".join(point.name for point in multirun.candidates)))
     repetitions = len({job.repetition for job in plan.jobs})
