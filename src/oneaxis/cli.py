@@ -9,6 +9,7 @@
     oneaxis track                complete the MLflow runs: of the present state (after a bare `dvc repro`), of multiruns
     oneaxis doctor               say what this machine can run, and what is missing
     oneaxis verify               re-hash the artifacts against their manifests
+    oneaxis judge BASE CAND      compare two runs: accept, reject, tie, unresolved or INVALID, and why
     oneaxis ui [ID]              MLflow's pages: this multirun along its axis (default: the newest), and all runs
 
 Exit codes: 0 done; 1 failed, or the run is INVALID; 2 refused before running; 130 interrupted.
@@ -86,6 +87,14 @@ def _parser() -> argparse.ArgumentParser:
         ("verify", _verify, "re-hash the artifacts against their manifests"),
     ):
         commands.add_parser(name, help=text).set_defaults(action=action)
+    judge = commands.add_parser("judge", help="compare two runs and say whether the candidate is accepted")
+    judge.add_argument("baseline", type=Path, metavar="BASELINE", help="artifacts/, a project, or a multirun's point")
+    judge.add_argument("candidate", type=Path, metavar="CANDIDATE", help="the same of the other run")
+    judge.add_argument("--metric", help="gate on this metric; without it the headline metrics are described")
+    judge.add_argument("--better", choices=["lower", "higher"], help="where the metric's name does not say it")
+    judge.add_argument("--bar", type=float, default=0.0, help="smallest effect that counts, in the metric's unit")
+    judge.add_argument("--json", action="store_true", help="print the verdicts as JSON")
+    judge.set_defaults(action=_judge)
     pages = commands.add_parser("ui", help="MLflow's pages on 127.0.0.1")
     pages.add_argument("multirun", nargs="?", metavar="ID", help="a multirun (default: the newest)")
     pages.add_argument("--port", type=int, default=5000)
@@ -169,6 +178,20 @@ def _verify(_options: argparse.Namespace) -> int:
     if not problems:
         print("every artifact matches its manifest")
     return 1 if problems else 0
+
+
+def _judge(options: argparse.Namespace) -> int:
+    from oneaxis.judge.command import judge_folders
+
+    return judge_folders(
+        options.baseline,
+        options.candidate,
+        metric=options.metric,
+        better=options.better,
+        bar=options.bar,
+        as_json=options.json,
+        conf_dir=Path.cwd() / CONF,
+    )
 
 
 def _ui(options: argparse.Namespace) -> int:

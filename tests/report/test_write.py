@@ -12,8 +12,9 @@ import pytest
 
 from oneaxis.artifacts import read_json, write_json
 from oneaxis.errors import UserError
+from oneaxis.judge.validity import Validity, judge_run
 from oneaxis.report import write_report
-from oneaxis.report.facts import Verdict, card, judge
+from oneaxis.report.facts import card
 from oneaxis.report.results import read_results
 
 Make = Callable[..., Path]
@@ -172,7 +173,9 @@ def test_engine_that_runs_otherwise_than_asked_makes_the_run_invalid(artifacts: 
     realised = read_json(folder / "serve" / "realised.json")
     difference = {"name": "kv_cache_dtype", "asked": "auto", "resolved": "fp8"}
     write_json(folder / "serve" / "realised.json", {**realised, "differences": [difference]})
-    assert judge(read_results(folder)) == Verdict(False, ["engine: kv_cache_dtype: asked: auto; resolved: fp8"], [])
+    assert judge_run(read_results(folder)) == Validity(
+        False, ["engine: kv_cache_dtype: asked: auto; resolved: fp8"], []
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,14 +195,14 @@ def test_a_timing_without_an_exclusive_lease_makes_the_run_invalid(
     folder = artifacts()
     path = folder / f"{stage}.provenance.json"
     write_json(path, {**read_json(path), "lease": lease})
-    assert judge(read_results(folder)) == Verdict(False, [reason], [])
+    assert judge_run(read_results(folder)) == Validity(False, [reason], [])
 
 
 def test_displacement_is_a_warning_of_a_valid_run(artifacts: Make) -> None:
     folder = artifacts()
     found = read_json(folder / "train_dpo" / "displacement.json")
     write_json(folder / "train_dpo" / "displacement.json", {**found, "verdict": "severe", "reasons": ["both fell"]})
-    assert judge(read_results(folder)) == Verdict(True, [], ["preference training: severe (both fell)"])
+    assert judge_run(read_results(folder)) == Validity(True, [], ["preference training: severe (both fell)"])
 
 
 def test_random_weights_carry_a_banner(artifacts: Make, tmp_path: Path) -> None:
@@ -265,7 +268,7 @@ def test_card_has_at_most_60_words(artifacts: Make, reason: str) -> None:
         {"guard": i, "name": "x", "valid": False, "evidence": {}, "reason": reason} for i in range(5)
     ])  # fmt: skip
     results = read_results(folder)
-    words = card(results, judge(results), "a name")
+    words = card(results, judge_run(results), "a name")
     assert len(words.split()) <= 60
     assert "[report.html](report.html)" in words
     assert "(and 4 more)" in words

@@ -1,7 +1,6 @@
-"""What the person who decides reads first: what ran, whether it is VALID and why, and the headline numbers.
+"""What the person who decides reads first: what ran and the headline numbers. (Whether it is VALID: `judge.validity`.)
 
-Pure functions of `Results`. A run is INVALID when a guard failed, when the engine does not run as asked, or when a
-measurement is missing. A finding that is bad but well measured (displacement) is a warning, not a reason.
+Pure functions of `Results`.
 """
 
 import math
@@ -9,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from oneaxis.judge.guards import exclusive_device
+from oneaxis.judge.validity import Validity
 from oneaxis.report import text
 from oneaxis.report.results import Results
 from oneaxis.track import model_name
@@ -20,15 +19,6 @@ SCORERS = {
     "letter_permuted": "letter, all rotations",
 }  # fmt: skip
 """Scorers in the order of the page, with what each does."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """VALID or INVALID with every reason, and what to keep in mind either way."""
-
-    valid: bool
-    reasons: Sequence[str]
-    warnings: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -145,65 +135,6 @@ def _engine_line(results: Results, serve: Mapping[str, Any]) -> str:
     )
     words = [f"vLLM {version}" if version else "vLLM", str(serve["dtype"]), place]
     return ", ".join(word for word in words if word)
-
-
-# --- the verdict ---------------------------------------------------------------------------------------------
-
-
-def judge(results: Results) -> Verdict:
-    """Whether the numbers may be used, and what to keep in mind."""
-    reasons, warnings = [], []
-    guards = results.document("sweep", "guards.json")
-    if not guards:
-        reasons.append("load: no guard vouches for it (sweep wrote no guards.json)")
-    for guard in guards or []:
-        if not guard["valid"]:
-            reasons.append(f"guard {guard['guard']}, {guard['name']}: {guard['reason']}")
-    # The load's own third guard says the same of the same engine; one line is enough.
-    if not any(str(guard["guard"]) == "3" and not guard["valid"] for guard in guards or []):
-        reasons += [f"engine: {difference}" for difference in differences(results)]
-    # A load measured by the stage has this guard among its own; the engine's start has it here alone.
-    for stage in ("serve", "sweep"):
-        held = exclusive_device(results.provenance.get(stage, {}).get("lease"))
-        said_so = stage == "sweep" and any(guard["guard"] == held.number for guard in guards or [])
-        if stage in results.provenance and not held.valid and not said_so:
-            reasons.append(f"{stage}: {held.reason}")
-    summary = results.document("score", "summary.json")
-    if not summary or not summary.get("tasks"):
-        reasons.append("score: no items were scored")
-    quantised = "quantize" in results.manifests and results.section("quantize")["kind"] != "none"
-    if quantised and "quantize/delta_nll" not in results.metrics:
-        reasons.append("quantize: perplexity was not measured on the written checkpoint")
-    displacement = results.document("train_dpo", "displacement.json")
-    if displacement and displacement["verdict"] != "healthy":
-        said = "" if displacement["verdict"] == "no clear change" else "; ".join(displacement.get("reasons") or [])
-        warnings.append(f"preference training: {displacement['verdict']}" + (f" ({said})" if said else ""))
-    if results.section("model").get("kind") != "random":
-        odd = [answer["prompt"] for answer in results.document("serve", "smoke.json") or [] if not answer["sane"]]
-        warnings += [f"odd answer of the served model to {prompt!r}" for prompt in odd]
-    dirty = sorted(stage for stage, facts in results.provenance.items() if facts.get("git", {}).get("dirty"))
-    if dirty:
-        warnings.append(f"the work tree had uncommitted changes while {len(dirty)} stages ran: the commit alone "
-                        "does not give these numbers again")  # fmt: skip
-    boots = {facts.get("hardware", {}).get("boot_id") for stage, facts in results.provenance.items()
-             if stage in ("serve", "sweep")}  # fmt: skip
-    if len(boots) > 1:
-        warnings.append("serve and sweep were measured on different boots or machines")
-    return Verdict(valid=not reasons, reasons=reasons, warnings=warnings)
-
-
-def differences(results: Results) -> list[str]:
-    """What the engine runs otherwise than asked, one line each."""
-    realised = results.document("serve", "realised.json") or {}
-    return [_difference(found) for found in realised.get("differences", [])]
-
-
-def _difference(found: Any) -> str:
-    if isinstance(found, Mapping):
-        name = found.get("name") or found.get("key") or found.get("setting") or "setting"
-        rest = {key: value for key, value in found.items() if value != name}
-        return f"{name}: {text.evidence(rest)}"
-    return str(found)
 
 
 # --- headline ------------------------------------------------------------------------------------------------
@@ -345,7 +276,7 @@ def findings(results: Results) -> list[str]:
     return said
 
 
-def card(results: Results, verdict: Verdict, name: str) -> str:
+def card(results: Results, verdict: Validity, name: str) -> str:
     """The run in at most 60 words, with a link to its evidence."""
     m = results.metrics
     words = [f"**{'VALID' if verdict.valid else 'INVALID'}**: {name}."]

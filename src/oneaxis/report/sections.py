@@ -10,9 +10,10 @@ from typing import Any
 import polars as pl
 
 from oneaxis.config.schema import ServiceClass
+from oneaxis.judge.validity import differences
 from oneaxis.load.metrics import per_request, requests_needed
 from oneaxis.report import plots, text
-from oneaxis.report.facts import SCORERS, Cell, Table, cells, differences
+from oneaxis.report.facts import SCORERS, Cell, Table, cells
 from oneaxis.report.plots import Plot
 from oneaxis.report.results import STAGES, Results
 from oneaxis.report.statistics import quantile_interval, share_interval

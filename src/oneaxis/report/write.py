@@ -7,13 +7,12 @@ plots, whose own text is escaped by matplotlib, are marked safe.
 
 from pathlib import Path
 
+from oneaxis.judge.validity import Validity, judge_run
 from oneaxis.report.facts import (
-    Verdict,
     accuracy,
     card,
     cells,
     findings,
-    judge,
     latency,
     quality_and_preference,
     question,
@@ -38,7 +37,7 @@ def write_report(artifacts: Path, out: Path, title: str) -> dict[str, float]:
         UserError: for a broken JSON artifact, naming it.
     """
     results = read_results(artifacts)
-    verdict = judge(results)
+    verdict = judge_run(results)
     name = short_name(results)
     (out / "report.html").write_text(render(results, verdict, all_sections(results), title, name), encoding="utf-8")
     (out / "card.md").write_text(card(results, verdict, name), encoding="utf-8")
@@ -56,7 +55,7 @@ def short_name(results: Results) -> str:
     return run_name(sections) if all(sections.values()) else "incomplete run"
 
 
-def render(results: Results, verdict: Verdict, sections: list[Section], title: str, name: str) -> str:
+def render(results: Results, verdict: Validity, sections: list[Section], title: str, name: str) -> str:
     """The page as HTML text."""
     return (
         environment()

@@ -1,0 +1,83 @@
+"""`oneaxis judge BASELINE CANDIDATE`: two runs that are there already, compared in one metric or in their headlines.
+
+With `--metric` it is a gate: exit code 0 only when the candidate is accepted. Without, it describes, and only an
+INVALID comparison exits with 1.
+"""
+
+import json
+from pathlib import Path
+
+from oneaxis.config.compose import compose
+from oneaxis.config.schema import Claim, Gate
+from oneaxis.errors import UserError
+from oneaxis.judge import units
+from oneaxis.judge.compare import conclude, prepare
+from oneaxis.judge.conditions import DEFAULT_SESSION
+from oneaxis.judge.multirun import exit_code, headline_claims
+from oneaxis.judge.records import Record, find_records
+from oneaxis.judge.text import verdict_text
+
+STANDARD_GATE = Gate(confidence=0.95, floor=0.95, max_spread=0.10, min_pairs=6)
+"""Outside a project, that of conf/gate/cpu.yaml."""
+
+
+def judge_folders(
+    baseline: Path,
+    candidate: Path,
+    *,
+    metric: str | None,
+    better: units.Better | None,
+    bar: float,
+    as_json: bool,
+    conf_dir: Path,
+) -> int:
+    """Print the verdicts of two folders and return the exit code.
+
+    Args:
+        conf_dir: its gate is taken where there is one.
+
+    Raises:
+        UserError: for a folder that holds no artifacts, the same folder twice, or a metric that neither has.
+    """
+    if baseline.resolve() == candidate.resolve():
+        raise UserError(f"{baseline}: given twice; allowed: two different runs")
+    arms = {"baseline": find_records(baseline), "candidate": find_records(candidate)}
+    gate = compose(conf_dir).gate if (conf_dir / "config.yaml").is_file() else STANDARD_GATE
+    timed = not any(_session(record) == DEFAULT_SESSION for arm in arms.values() for record in arm)
+    claims = [_claim(arms, metric, better, bar)] if metric else headline_claims(arms, timed)
+    if not claims:
+        raise UserError(f"{baseline} and {candidate}: no headline metric is in both; allowed: --metric NAME")
+    verdicts = [
+        conclude(prepare(
+            arms["baseline"], arms["candidate"], claim, gate, names=(str(baseline), str(candidate)), axes=None,
+            combination=False, written_at=None, claimed=metric is not None, question="",
+        ))
+        for claim in claims
+    ]  # fmt: skip
+    if as_json:
+        print(json.dumps([verdict.as_json() for verdict in verdicts], indent=2, sort_keys=True, allow_nan=False))
+    else:
+        print(verdict_text(verdicts))
+        if not metric and not timed:
+            print(f"\ntimings are left out: those of session `{DEFAULT_SESSION}` never support a verdict")
+    return exit_code(verdicts)
+
+
+def _session(record: Record) -> str:
+    return str(record.settings.get("measure", {}).get("session", DEFAULT_SESSION))
+
+
+def _claim(arms: dict[str, list[Record]], metric: str, better: units.Better | None, bar: float) -> Claim:
+    names = units.metric_names(arms)
+    derived = units.kind_of(metric) in ("perplexity", "nll", "items", "pairs")
+    if metric not in names and not derived:
+        near = [name for name in names if name.rpartition("/")[2] == metric.rpartition("/")[2]]
+        shown = near or [name for name in names if units.kind_of(name) != "none"]
+        listed = ", ".join(shown[:12]) or "none is there"
+        raise UserError(f"--metric={metric}: neither folder has it; allowed: {listed}")
+    direction = better or units.better_of(metric)
+    if direction is None:
+        raise UserError(f"--metric={metric}: its name does not say which way is better; give --better lower|higher")
+    if not 0 <= bar < float("inf"):
+        raise UserError(f"--bar={bar}: allowed: 0 or more, in the metric's unit")
+    return Claim.model_validate({"metric": metric, "better": direction, "expected": None, "bar": float(bar)})

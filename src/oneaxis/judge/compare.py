@@ -1,0 +1,332 @@
+"""Two arms and one metric to a verdict: may they be compared, what do the pairs say, and does the gate accept.
+
+`prepare` does all that one comparison can do alone; `conclude` adds what several claims at once ask of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oneaxis.config.schema import Claim, Gate
+from oneaxis.errors import UserError
+from oneaxis.judge import conditions, units
+from oneaxis.judge.gate import Decision, Evidence, Word, decide, floor_of, weigh
+from oneaxis.judge.records import UPSTREAM, Record, find_records
+from oneaxis.judge.units import Better, Problem
+from oneaxis.multirun.record import Axis
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One candidate against the baseline in one metric, as `verdicts.json` holds it."""
+
+    point: str
+    metric: str
+    better: Better
+    question: str
+    changed_axis: str
+    """Its name; of several, joined by +."""
+    axes: Sequence[Axis]
+    baseline: str
+    candidate: str
+    claim: bool
+    """Whether a claim was made; else the comparison describes and decides nothing."""
+    valid: bool
+    decision: Word
+    n: int
+    unit_of_pairing: str
+    unit: str
+    """Of the values."""
+    baseline_value: float | None
+    candidate_value: float | None
+    effect: float | None
+    ci_low: float | None
+    ci_high: float | None
+    confidence: float
+    relative_effect: float | None
+    test: str
+    p_value: float | None
+    p_adjusted: float | None
+    """By Holm over the claims of the multirun; None where there is one, or none."""
+    num_claims: int
+    floor: float | None
+    spread: float | None
+    """Of the arm that spreads more; repetitions only."""
+    bar: float
+    expected: float | None
+    best_single: str | None
+    """Of a combination: its best part."""
+    against_best: dict[str, Any] | None
+    """Of a combination: effect, interval, p-value and decision against that part."""
+    reasons: Sequence[str]
+    recommendations: Sequence[str]
+    warnings: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two arms say of one metric before several claims are weighed together."""
+
+    baseline: str
+    candidate: str
+    claim: Claim
+    claimed: bool
+    question: str
+    gate: Gate
+    axes: Sequence[Axis]
+    evidence: Evidence | None
+    problems: Sequence[Problem] = field(default_factory=tuple)
+
+    def of(self, kind: str) -> list[Problem]:
+        """The problems of one kind."""
+        return [problem for problem in self.problems if problem.kind == kind]
+
+    @property
+    def tested(self) -> bool:
+        """Whether its p-value counts among the claims."""
+        return self.claimed and self.evidence is not None and not self.of("invalid")
+
+
+def compare(
+    baseline: Sequence[Path],
+    candidate: Sequence[Path],
+    claim: Claim,
+    gate: Gate,
+    *,
+    names: tuple[str, str] | None = None,
+    axes: Sequence[Axis] | None = None,
+    combination: bool = False,
+    written_at: str | None = None,
+    claimed: bool = True,
+    question: str = "",
+) -> Verdict:
+    """Compare two arms in one metric.
+
+    Args:
+        baseline, candidate: each the folders of its runs: jobs' records, roots of projects, or folders of artifacts.
+        names: of the arms; by default those of the folders.
+        axes: as declared; None: what differs between the settings.
+        combination: several axes are declared.
+        written_at: when the claim was written (`plan.json`); None: now, at judging time.
+        claimed: False: describe, without a claim.
+
+    Raises:
+        UserError: for a folder without artifacts, or a broken file.
+    """
+    arms = [[record for path in paths for record in find_records(path)] for paths in (baseline, candidate)]
+    for arm, side in zip(arms, ("baseline", "candidate"), strict=True):
+        if not arm:
+            raise UserError(f"{side}: no folder given; allowed: one or more")
+    prepared = prepare(
+        arms[0], arms[1], claim, gate, names=names or (arms[0][0].name, arms[1][0].name), axes=axes,
+        combination=combination, written_at=written_at, claimed=claimed, question=question,
+    )  # fmt: skip
+    return conclude(prepared)
+
+
+def prepare(
+    baseline: Sequence[Record],
+    candidate: Sequence[Record],
+    claim: Claim,
+    gate: Gate,
+    *,
+    names: tuple[str, str],
+    axes: Sequence[Axis] | None,
+    combination: bool,
+    written_at: str | None,
+    claimed: bool,
+    question: str,
+) -> Comparison:
+    """Everything but the correction for several claims; arguments as of `compare`."""
+    stage = claim.metric.partition("/")[0]
+    timed = units.kind_of(claim.metric) == "repetitions"
+    if stage not in UPSTREAM:
+        raise UserError(f"{claim.metric}: no stage of that name; allowed: a metric of {', '.join(UPSTREAM)}")
+    if not timed:
+        baseline, candidate = baseline[:1], candidate[:1]
+    arms = (list(baseline), list(candidate))
+    found_axes, problems = conditions.one_axis(arms[0][0], arms[1][0], axes, combination)
+    problems += list(conditions.arms_valid(arms, stage))
+    evidence = None
+    if all(record.ended for arm in arms for record in arm):
+        problems += _conditions(arms, claim, stage, timed, found_axes)
+        if claimed:
+            problems += conditions.bar_before_run(arms, stage, written_at, claim.expected, timed)
+        evidence, found = _evidence(arms, claim, gate, timed)
+        problems += found
+    if evidence and timed and stage == "sweep":
+        size = abs(claim.expected or claim.bar or evidence.effect)
+        problems += conditions.stalls(arms, claim.metric, size)
+        problems += _peak(arms, claim, gate)
+    return Comparison(*names, claim, claimed, question, gate, found_axes, evidence, problems)
+
+
+def _conditions(arms: conditions.Arms, claim: Claim, stage: str, timed: bool, axes: Sequence[Axis]) -> list[Problem]:
+    """The guards of the conditions under which both arms were measured."""
+    first, second = arms[0][0], arms[1][0]
+    problems = conditions.same_inputs(first, second, axes, stage)
+    problems += conditions.same_conditions(arms, stage, timed)
+    if not conditions.reaches(axes, (stage, *UPSTREAM[stage])) and axes:
+        problems.append(Problem("warning", f"the axis does not reach {stage}: {claim.metric} cannot move by it"))
+    if not timed:
+        return problems
+    runs = units.aligned(*arms)
+    if len(runs) < max(len(arm) for arm in arms):
+        problems.append(conditions.invalid(
+            f"{len(arms[0])} runs of the baseline and {len(arms[1])} of the candidate give {len(runs)} pairs",
+            "run what is missing: `oneaxis run -m --resume` with the multirun's id",
+        ))  # fmt: skip
+    problems += conditions.one_session(arms, stage)
+    problems += conditions.device_held(arms, stage)
+    problems += conditions.stray_tenants(arms, stage)
+    problems += conditions.realised_alike(first, second, axes)
+    if stage == "sweep":
+        problems += conditions.same_arrivals(runs, axes)
+        problems += conditions.hit_rates_agree(arms, axes)
+        problems += conditions.warmed_alike(runs)
+    return problems
+
+
+def _evidence(arms: conditions.Arms, claim: Claim, gate: Gate, timed: bool) -> tuple[Evidence | None, list[Problem]]:
+    """The pairs and what they say; or why there are none."""
+    paired = units.pair(claim.metric, *arms)
+    if isinstance(paired, Problem):
+        return None, [paired]
+    problems = []
+    if timed:
+        unsupported = units.percentile_problem(claim.metric, [r for arm in arms for r in arm], gate.confidence)
+        problems += [unsupported] if unsupported else []
+    else:
+        for arm, value in zip(arms, (paired.baseline_value, paired.candidate_value), strict=True):
+            told = arm[0].results.metrics.get(claim.metric)
+            if told is not None and abs(told - value) > 1e-6 * max(1.0, abs(told)):
+                problems.append(conditions.invalid(
+                    f"{arm[0].name}: its metrics say {told:.6g} and its table gives {value:.6g}", "run the stage again"
+                ))  # fmt: skip
+    if len(paired.baseline) < 2:
+        unit = units.UNIT_NAMES[units.kind_of(claim.metric)]
+        reason = f"{len(paired.baseline)} {unit}: an interval needs two, a decision more"
+        more = "run more repetitions" if timed else "measure on more of them"
+        return None, [*problems, Problem("unresolved", reason, more)]
+    return weigh(units.kind_of(claim.metric), paired, gate.confidence), problems
+
+
+def _peak(arms: conditions.Arms, claim: Claim, gate: Gate) -> list[Problem]:
+    """Guard 11 speaks of the peak: a claim on goodput at one rate must not cost the shape's capacity."""
+    match = units.CELL_LATENCY.match(claim.metric)
+    if not match or match["name"] != "goodput_tok_s":
+        return []
+    name = f"sweep/{match['shape']}/capacity_tok_s"
+    peaks = [[record.results.metrics.get(name) for record in arm] for arm in arms]
+    known = [[value for value in arm if value is not None] for arm in peaks]
+    if len(known[0]) < len(peaks[0]):
+        said = f"guard 11: the peak of the baseline is not known: not every run of it has a {name}"
+        return [Problem("warning", said)]
+    if len(known[1]) < len(peaks[1]):
+        lost = len(peaks[1]) - len(known[1])
+        said = f"guard 11: the baseline has a {name}, and the candidate has none in {lost} of {len(peaks[1])} runs"
+        return [Problem("reject", said, "keep the baseline")]
+    means = [sum(values) / len(values) for values in known]
+    if means[1] < gate.floor * means[0]:
+        said = f"guard 11: the candidate's peak, {means[1]:.4g} tok/s, is under {gate.floor:.0%} of {means[0]:.4g}"
+        return [Problem("reject", said, "keep the baseline")]
+    return []
+
+
+def conclude(
+    comparison: Comparison, p_adjusted: float | None = None, num_claims: int = 1, against: Comparison | None = None,
+) -> Verdict:  # fmt: skip
+    """The verdict of a comparison.
+
+    Args:
+        p_adjusted, num_claims: of the family of claims it belongs to; None: it stands alone.
+        against: of a combination: the same metric against its best single change.
+    """
+    claim, evidence, gate = comparison.claim, comparison.evidence, comparison.gate
+    decision = _decide(comparison, p_adjusted, num_claims)
+    warnings = [problem.reason for problem in comparison.of("warning")]
+    if evidence and claim.expected is not None and not evidence.ci_low <= claim.expected <= evidence.ci_high:
+        warnings.append(f"the effect expected, {claim.expected:+g}, lies outside the interval")
+    against_best = None
+    if against is not None:
+        decision, against_best = _combination(decision, against)
+    axes = comparison.axes
+    return Verdict(
+        point=comparison.candidate,
+        metric=claim.metric,
+        better=claim.better,
+        question=comparison.question,
+        changed_axis=" + ".join(axis.name for axis in axes),
+        axes=axes,
+        baseline=comparison.baseline,
+        candidate=comparison.candidate,
+        claim=comparison.claimed,
+        valid=decision.word != "invalid",
+        decision=decision.word,
+        n=evidence.n if evidence else 0,
+        unit_of_pairing=units.UNIT_NAMES[units.kind_of(claim.metric)],
+        unit=units.unit_of_measure(claim.metric),
+        baseline_value=evidence.baseline_value if evidence else None,
+        candidate_value=evidence.candidate_value if evidence else None,
+        effect=evidence.effect if evidence else None,
+        ci_low=evidence.ci_low if evidence else None,
+        ci_high=evidence.ci_high if evidence else None,
+        confidence=gate.confidence,
+        relative_effect=evidence.relative if evidence else None,
+        test=evidence.test + (f" ({evidence.detail})" if evidence.detail else "") if evidence else "",
+        p_value=evidence.p_value if evidence else None,
+        p_adjusted=p_adjusted,
+        num_claims=num_claims,
+        floor=floor_of(evidence, claim.better, gate) if evidence else None,
+        spread=max(evidence.spreads) if evidence and evidence.spreads else None,
+        bar=claim.bar,
+        expected=claim.expected,
+        best_single=against.baseline if against else None,
+        against_best=against_best,
+        reasons=list(decision.reasons),
+        recommendations=list(dict.fromkeys(text for text in decision.recommendations if text)),
+        warnings=list(dict.fromkeys(warnings)),
+    )
+
+
+def _decide(comparison: Comparison, p_adjusted: float | None, num_claims: int) -> Decision:
+    """Invalid before unresolved before what the gate says."""
+    words: tuple[Word, ...] = ("invalid", "unresolved", "reject")
+    for word in words:
+        problems = comparison.of(word)
+        if problems:
+            reasons = list(dict.fromkeys(problem.reason for problem in problems))
+            return Decision(word, reasons, [problem.recommendation for problem in problems])
+    claim = comparison.claim
+    assert comparison.evidence is not None
+    return decide(comparison.evidence, claim.better, claim.bar, comparison.gate,
+                  p_adjusted=p_adjusted, num_claims=num_claims)  # fmt: skip
+
+
+def _combination(decision: Decision, against: Comparison) -> tuple[Decision, dict[str, Any]]:
+    """A combination is accepted only when it also beats the best of its parts."""
+    beside = _decide(against, None, 1)
+    evidence = against.evidence
+    details = {
+        "point": against.baseline,
+        "value": evidence.baseline_value if evidence else None,
+        "effect": evidence.effect if evidence else None,
+        "ci_low": evidence.ci_low if evidence else None,
+        "ci_high": evidence.ci_high if evidence else None,
+        "p_value": evidence.p_value if evidence else None,
+        "decision": beside.word,
+        "reasons": list(beside.reasons),
+    }
+    if decision.word != "accept":
+        return decision, details
+    best = against.baseline
+    said = [*decision.reasons, *(f"against its best part, {best}: {reason}" for reason in beside.reasons)]
+    if beside.word == "accept":
+        return Decision("accept", said, decision.recommendations), details
+    recommendation = f"take {best} alone" if beside.word in ("tie", "reject") else "settle that comparison first"
+    return Decision(beside.word, [f"it does not beat the best of its parts, {best}", *said], [recommendation]), details

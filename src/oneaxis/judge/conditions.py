@@ -1,0 +1,508 @@
+"""Whether two arms may be compared at all: the guards that need both of them, as pure functions of their records.
+
+The guards of one run (1, 2, 3, 5, 6, 7) are judged by the sweep itself. Here are those of a comparison: 1 the arms'
+prefix-cache hit rates, 3 what the engine runs in both, 4 one axis, 9 stalls, 10 stray tenants, 12 the bar before the
+run, 13 equal warm-up, 14 equal conditions, one session, alternating order and the device held alone. Each gives
+problems: *invalid* voids the comparison, *unresolved* keeps it from deciding, a *warning* is to be kept in mind.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+import polars as pl
+
+from oneaxis.config.schema import STAGE_SECTIONS, ServiceClass
+from oneaxis.judge.records import ABSENT, UPSTREAM, Record, differences
+from oneaxis.judge.units import CELL_LATENCY, Problem
+from oneaxis.judge.validity import judge_run
+from oneaxis.load.metrics import capacity, per_request, summarise_cell
+from oneaxis.load.plan import rate_label
+from oneaxis.multirun.record import Axis
+
+STALL_MADS = 10.0
+"""A call this many scaled median absolute deviations above the median of its cell is a stall (guard 9)."""
+STRAY_LOAD = 1.5
+"""A load average above this many times the CPUs, before a stage, is the work of others (guard 10)."""
+KV_SHORTFALL = 0.9
+"""A candidate's KV capacity under this share of the baseline's is the work of others, or of more than the axis."""
+DEFAULT_SESSION = "default"
+
+Arms = tuple[Sequence[Record], Sequence[Record]]
+
+
+def invalid(reason: str, recommendation: str) -> Problem:
+    """A problem that voids the comparison."""
+    return Problem("invalid", reason, recommendation)
+
+
+# --- each arm by itself ---------------------------------------------------------------------------------------------
+
+
+def arms_valid(arms: Arms, stage: str) -> Iterator[Problem]:
+    """Every run ended, ran with its own settings, and is VALID in the stages that the metric rests on."""
+    relied_on = (*UPSTREAM[stage], stage, *(("serve",) if stage == "sweep" else ()))
+    for record in (record for arm in arms for record in arm):
+        if not record.ended:
+            said = f"{record.status.state}: {record.status.message}" if record.status else "did not end"
+            yield invalid(f"{record.name} {said}", "finish it: `oneaxis run -m --resume` with the multirun's id")
+            continue
+        stale = [name for name in record.stale if name in relied_on]
+        if stale:
+            said = f"{record.name}: {', '.join(stale)} ran with other settings than its params.yaml"
+            yield invalid(said, "run it again")
+        # An engine other than the one asked for also gives other answers where it scores.
+        judged = judge_run(record.results, (*relied_on, *_engine_stages(record, stage)))
+        for reason in judged.reasons:
+            yield invalid(f"{record.name} is INVALID: {reason}", "mend what the guard names, then measure again")
+    yield from _other_stages(arms, relied_on)
+
+
+def _engine_stages(record: Record, stage: str) -> tuple[str, ...]:
+    return ("serve",) if stage == "score" and record.settings.get("score", {}).get("engine") == "vllm" else ()
+
+
+def _other_stages(arms: Arms, relied_on: Sequence[str]) -> Iterator[Problem]:
+    """A run that is INVALID where the metric does not look is said, and voids nothing."""
+    apart = [stage for stage in ("sweep", "score") if stage not in relied_on]
+    for record in (arm[0] for arm in arms if arm):
+        there = [stage for stage in apart if stage in record.results.manifests]
+        judged = judge_run(record.results, there)
+        if judged.reasons:
+            yield Problem("warning", f"{record.name}: {'; '.join(judged.reasons)}; this metric does not rest on it")
+
+
+# --- 4. one axis ----------------------------------------------------------------------------------------------------
+
+
+def grouped_axes(found: Mapping[str, tuple[Any, Any]]) -> list[Axis]:
+    """The axes in which two runs differ, where nobody declared them: another `kind` is another choice of its group."""
+    groups = {key.partition(".")[0] for key in found if re.fullmatch(r"\w+\.kind", key)}
+    axes = []
+    for group in sorted(groups):
+        leaves = {key: list(pair) for key, pair in found.items() if key.startswith(f"{group}.")}
+        axes.append(Axis(group, "group", *found[f"{group}.kind"], leaves=leaves))
+    axes += [
+        Axis(key, "key", *pair, leaves={key: list(pair)})
+        for key, pair in found.items()
+        if key.partition(".")[0] not in groups
+    ]
+    return axes
+
+
+def moved_keys(axis: Axis) -> Sequence[str]:
+    """The settings that an axis moves."""
+    return list(axis.leaves) or [axis.name]
+
+
+def one_axis(
+    baseline: Record, candidate: Record, declared: Sequence[Axis] | None, combination: bool
+) -> tuple[list[Axis], list[Problem]]:
+    """Guard 4, from the settings themselves: what differs is what was declared, and it is one axis.
+
+    Args:
+        declared: as the plan says; None: nobody declared anything, and the difference speaks.
+        combination: several axes are declared, and the parts are compared too.
+    """
+    found = differences(baseline.settings, candidate.settings)
+    axes = grouped_axes(found) if declared is None else list(declared)
+    problems = []
+    allowed = {key for axis in axes for key in moved_keys(axis)}
+    undeclared = {key: pair for key, pair in found.items() if not _under(key, allowed)}
+    if undeclared:
+        said = f"guard 4, one axis: also differs: {_listed(undeclared)}"
+        problems.append(invalid(said, "change one axis, or declare a combination"))
+    for axis in axes if declared is not None else ():
+        for key, pair in axis.leaves.items():
+            if key in found and not all(_same(*values) for values in zip(found[key], pair, strict=True)):
+                problems.append(invalid(
+                    f"guard 4, one axis: {key} was declared {say(pair[0])} -> {say(pair[1])} and is "
+                    f"{say(found[key][0])} -> {say(found[key][1])}", "run the multirun again",
+                ))  # fmt: skip
+    if len(axes) > 1 and not combination:
+        problems.append(invalid(
+            f"guard 4, one axis: {len(axes)} axes differ: {_listed({a.name: (a.before, a.after) for a in axes})}",
+            "compare runs that differ in one axis; several at once are a combination: `oneaxis run -m --combine`",
+        ))  # fmt: skip
+    if not found:
+        problems.append(Problem("warning", "the settings of both arms are the same: only noise can differ"))
+    return axes, problems
+
+
+def _under(key: str, declared: Iterable[str]) -> bool:
+    """A declared mapping covers the keys inside it."""
+    return any(key == name or key.startswith(f"{name}.") for name in declared)
+
+
+def _same(found: Any, declared: Any) -> bool:
+    return found == declared or (found == ABSENT and declared is None)
+
+
+def _listed(found: Mapping[str, Sequence[Any]]) -> str:
+    shown = [f"{key} ({say(pair[0])} -> {say(pair[1])})" for key, pair in list(found.items())[:6]]
+    return ", ".join(shown) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
+
+
+def say(value: Any) -> str:
+    """A setting as it is written in an override."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
+
+
+def reaches(axes: Sequence[Axis], stages: Sequence[str]) -> bool:
+    """Whether one of the axes moves a setting that one of the stages reads."""
+    read = {section for stage in stages for section in STAGE_SECTIONS[stage]} - {"measure"}
+    return any(key.partition(".")[0] in read for axis in axes for key in moved_keys(axis))
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------
+
+LAST_BITS = ("filter_pairs", "calibrate", "quantize")
+"""Stages whose files may differ in their last bits between machines. Another text, model or policy is another input."""
+
+
+def same_inputs(baseline: Record, candidate: Record, axes: Sequence[Axis], stage: str) -> list[Problem]:
+    """Files that the axis does not reach must be the same, by the hashes that the manifests hold."""
+    problems: list[Problem] = []
+    for upstream in UPSTREAM[stage]:
+        if reaches(axes, (upstream, *UPSTREAM[upstream])):
+            continue
+        files = [record.results.manifests.get(upstream, {}).get("files", {}) for record in (baseline, candidate)]
+        differ = sorted(
+            name for name in files[0].keys() & files[1].keys() if files[0][name]["sha256"] != files[1][name]["sha256"]
+        )
+        if not differ:
+            continue
+        reason = f"the inputs differ, and the axis does not explain it: artifacts/{upstream}/{differ[0]}"
+        reason += f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+        if upstream in LAST_BITS:
+            problems.append(Problem("warning", reason))
+        else:
+            problems.append(invalid(reason, "measure both arms in one multirun, so that they share their inputs"))
+    return problems
+
+
+def same_arrivals(runs: Sequence[tuple[Record, Record]], axes: Sequence[Axis]) -> list[Problem]:
+    """Both runs of a pair were sent the same requests at the same moments."""
+    if reaches(axes, ("fetch_model", "prepare_data")) or any(_moved(axis, "load", "seed") for axis in axes):
+        return []
+    for one, other in runs:
+        hashes = [
+            record.results.manifests.get("sweep", {}).get("files", {}).get("arrivals.parquet", {}).get("sha256")
+            for record in (one, other)
+        ]
+        if hashes[0] != hashes[1]:
+            return [invalid(
+                f"the inputs differ, and the axis does not explain it: artifacts/sweep/arrivals.parquet of {one.name} "
+                f"and {other.name}", "pair runs of one session and one repetition: their arrivals are drawn alike",
+            )]  # fmt: skip
+    return []
+
+
+def _moved(axis: Axis, *sections: str) -> bool:
+    return any(key.partition(".")[0] in sections for key in moved_keys(axis))
+
+
+# --- 3. realised config, across the arms ----------------------------------------------------------------------------
+
+ALWAYS_EQUAL = ("device", "vllm_version")
+FOLLOWS_CHECKPOINT = ("quantization", "kernels", "kv_cache_tokens")
+
+
+def realised_alike(baseline: Record, candidate: Record, axes: Sequence[Axis]) -> list[Problem]:
+    """Guard 3 over two arms: what the engine runs differs only where the axis explains it."""
+    documents = [record.results.document("serve", "realised.json") for record in (baseline, candidate)]
+    if None in documents:
+        missing = [r.name for r, found in zip((baseline, candidate), documents, strict=True) if found is None]
+        said = f"guard 3, realised config: artifacts/serve/realised.json of {' and '.join(missing)} is missing"
+        return [invalid(said, "run the stage serve in both arms")]
+    one, other = documents
+    assert one is not None
+    assert other is not None
+    moved = {key for axis in axes for key in moved_keys(axis)}
+    serve_moved = {key.removeprefix("serve.") for key in moved if key.startswith("serve.")}
+    checkpoint_moved = any(_moved(axis, "model", "train", "quantize", "pairs", "data") for axis in axes)
+    model_moved = any(_moved(axis, "model") for axis in axes)
+    problems, followed = [], []
+    resolved = [document.get("resolved", {}) for document in (one, other)]
+    for key in sorted(resolved[0].keys() | resolved[1].keys()):
+        before, after = (values.get(key, ABSENT) for values in resolved)
+        if before == after:
+            continue
+        asked = key in one.get("asked", {}) or key in other.get("asked", {})
+        own = key in serve_moved or (model_moved and key != "threads")
+        follows = not asked and (bool(serve_moved) or (checkpoint_moved and key in FOLLOWS_CHECKPOINT))
+        if key not in ALWAYS_EQUAL and own:
+            continue
+        if key not in ALWAYS_EQUAL and follows:
+            followed.append(f"{key} {say(before)} -> {say(after)}")
+            continue
+        problems.append(invalid(
+            f"guard 3, realised config: the engines differ beyond the axis: {key} {say(before)} -> {say(after)}",
+            "make the engine run the same in both arms (artifacts/serve/realised.json)",
+        ))  # fmt: skip
+    if one.get("checkpoint") != other.get("checkpoint") and not checkpoint_moved:
+        problems.append(invalid("guard 3, realised config: the checkpoints ask for different things (config.json)",
+                                "serve the same checkpoint in both arms"))  # fmt: skip
+    if followed:
+        problems.append(Problem("warning", f"follows from the axis: {'; '.join(followed)}"))
+    return problems + _kv_capacity(resolved, serve_moved)
+
+
+def _kv_capacity(resolved: Sequence[Mapping[str, Any]], serve_moved: set[str]) -> list[Problem]:
+    tokens = [values.get("kv_cache_tokens") for values in resolved]
+    if serve_moved or not tokens[0] or tokens[1] is None or tokens[1] >= KV_SHORTFALL * tokens[0]:
+        return []
+    return [invalid(
+        f"guard 10, stray tenants: the candidate's engine had room for {tokens[1]:,} tokens of KV cache, the "
+        f"baseline's for {tokens[0]:,}", "free the device's memory of other processes, and measure again",
+    )]  # fmt: skip
+
+
+# --- 1 and 13: caches and warm-up ------------------------------------------------------------------------------------
+
+
+def hit_rates_agree(arms: Arms, axes: Sequence[Axis]) -> list[Problem]:
+    """Guard 1 over two arms: the server's prefix cache gave both the same share."""
+    if any("serve.prefix_caching" in axis.leaves or _moved(axis, "load") for axis in axes):
+        return []
+    names = [
+        {name for record in arm for name in record.results.metrics if re.match(r"^sweep/.*prefix_hit_rate$", name)}
+        for arm in arms
+    ]
+    bound = float(arms[0][0].settings.get("guards", {}).get("max_prefix_hit_rate", 0.01))
+    for name in sorted(names[0] & names[1]):
+        rates = [[rate for r in arm if (rate := r.results.metrics.get(name)) is not None] for arm in arms]
+        means = [sum(values) / len(values) for values in rates]
+        if abs(means[0] - means[1]) > bound:
+            return [invalid(
+                f"guard 1, unique prompts: the arms' prefix-cache hit rates disagree: {name} {means[0]:.1%} and "
+                f"{means[1]:.1%} (guards.max_prefix_hit_rate {bound:.1%})",
+                "both arms need prompts of their own and an empty cache",
+            )]  # fmt: skip
+    return []
+
+
+def warmed_alike(runs: Sequence[tuple[Record, Record]]) -> list[Problem]:
+    """Guard 13: the warm-up before each cell was the same in both arms, and its requests succeeded."""
+    for one, other in runs:
+        cells = [record.results.observed("sweep").get("cells") or [] for record in (one, other)]
+        facts = [
+            [(c["shape"], c["rate_rps"], c["warmup_requests"], c["warmup_ok"], c["prefix_cache_reset"]) for c in each]
+            for each in cells
+        ]
+        for a, b in zip(*facts, strict=False):
+            if a != b:
+                return [invalid(
+                    f"guard 13, warm-up: {one.name} and {other.name} were not warmed up alike at {a[0]} "
+                    f"{rate_label(a[1])}: {a[3]} of {a[2]} requests succeeded, and {b[3]} of {b[2]}",
+                    "set load.warmup_requests for both, and see why one failed",
+                )]  # fmt: skip
+    return []
+
+
+# --- 14. the same conditions -----------------------------------------------------------------------------------------
+
+
+def _provenance(record: Record, stage: str) -> Mapping[str, Any]:
+    return record.results.provenance.get(stage, {})
+
+
+def _facts(record: Record, stage: str) -> dict[str, Any]:
+    found = _provenance(record, stage)
+    return {**found.get("versions", {}), **found.get("hardware", {})}
+
+
+def same_conditions(arms: Arms, stage: str, timed: bool) -> list[Problem]:
+    """Guard 14: versions, machine, boot and threads of all runs; a difference voids a timing and warns otherwise."""
+    records = [record for arm in arms for record in arm]
+    without = [record.name for record in records if not _provenance(record, stage)]
+    if without:
+        missing = f"guard 14, conditions: no provenance of {stage} in {', '.join(without)}"
+        return [invalid(missing, "run the stage again")] if timed else [Problem("warning", missing)]
+    problems = []
+    first = _facts(records[0], stage)
+    for record in records[1:]:
+        facts = _facts(record, stage)
+        differ = [key for key in sorted(first.keys() | facts.keys()) if first.get(key) != facts.get(key)]
+        # The boot says which machine ran it only where time was measured.
+        differ = differ if timed else [key for key in differ if key not in ("boot_id", "memory_gib")]
+        if differ:
+            said = f"guard 14, conditions: {records[0].name} and {record.name} differ in " + "; ".join(
+                f"{key} ({first.get(key)}, {facts.get(key)})" for key in differ[:4]
+            )
+            problems.append(
+                invalid(said, "measure both arms in one multirun on one machine") if timed else Problem("warning", said)
+            )
+            break
+    commits = {_provenance(record, stage).get("git", {}).get("commit") for record in records} - {None}
+    if len(commits) > 1:
+        problems.append(Problem("warning", f"{stage} ran from {len(commits)} different commits"))
+    return problems
+
+
+def one_session(arms: Arms, stage: str) -> list[Problem]:
+    """Guard 11: all runs are of one session of their own, no two are the same measurement, and the arms alternate."""
+    records = [record for arm in arms for record in arm]
+    measured = [_provenance(record, stage).get("params", {}).get("measure", {}) for record in records]
+    sessions = Counter(measure.get("session") for measure in measured)
+    if len(sessions) > 1:
+        return [invalid(f"guard 11: measured in different sessions: {', '.join(map(str, sessions))}",
+                        "measure both arms in one multirun")]  # fmt: skip
+    if DEFAULT_SESSION in sessions:
+        return [invalid(
+            f"guard 11: timings of session `{DEFAULT_SESSION}` may come from the cache, and two runs of it never "
+            "support a claim", "measure in a multirun that judges timings (`experiment.repetitions=6`)",
+        )]  # fmt: skip
+    started = sorted(
+        (str(_provenance(record, stage).get("started_at")), side, record.name)
+        for side, arm in enumerate(arms)
+        for record in arm
+    )
+    for before, after in pairwise(started):
+        if before[0] == after[0]:
+            return [invalid(f"guard 11: {before[2]} and {after[2]} are one measurement, made at {before[0]}",
+                            "each repetition needs a measurement of its own")]  # fmt: skip
+    longest = max(len(list(run)) for _, run in groupby(started, key=lambda entry: entry[1]))
+    if len(records) >= 4 and longest > max(2, min(len(arm) for arm in arms) // 2):
+        return [Problem(
+            "unresolved", f"guard 11: {longest} runs of one arm came without one of the other between them: a drift of "
+            "the machine would look like an effect", "measure the arms in alternating order",
+        )]  # fmt: skip
+    return []
+
+
+def device_held(arms: Arms, stage: str) -> list[Problem]:
+    """A timing counts only when its stage held the device alone."""
+    for record in (record for arm in arms for record in arm):
+        lease = _provenance(record, stage).get("lease")
+        if not lease:
+            return [invalid(f"{record.name}: {stage} was timed without a lease of its device",
+                            "run it through `oneaxis run -m`, which takes one")]  # fmt: skip
+        if not lease.get("exclusive"):
+            return [invalid(f"{record.name}: {stage} did not hold {lease.get('device', 'its device')} alone",
+                            "stop what else runs there, or wait for it")]  # fmt: skip
+    return []
+
+
+def stray_tenants(arms: Arms, stage: str) -> list[Problem]:
+    """Guard 10: the machine was not busy with something else when a timed stage began."""
+    for record in (record for arm in arms for record in arm):
+        found = _provenance(record, stage)
+        load, cpus = found.get("load_before"), found.get("hardware", {}).get("cpus")
+        if load and cpus and load[0] > STRAY_LOAD * cpus:
+            said = f"guard 10, stray tenants: {record.name}: load average {load[0]:.1f} on {cpus} CPUs as {stage} began"
+            return [Problem("unresolved", said, "stop what else runs on the machine, and measure again")]
+    return []
+
+
+# --- 12. the bar before the run --------------------------------------------------------------------------------------
+
+
+def bar_before_run(
+    arms: Arms, stage: str, written_at: str | None, expected: float | None, timed: bool
+) -> list[Problem]:
+    """Guard 12: the claim was written before what it speaks of was measured, and says what is expected.
+
+    Args:
+        written_at: when the plan that holds the claim was written; None: at judging time.
+    """
+    if written_at is None:
+        return [Problem("warning", "guard 12: the bar was given when judging, not before the run")]
+    problems = []
+    early = [
+        record
+        for arm in arms
+        for record in arm
+        if (started := _provenance(record, stage).get("started_at")) and str(started) < _comparable(written_at)
+    ]
+    if early:
+        said = f"guard 12: {early[0].name} was measured before the claim was written"
+        problems.append(
+            invalid(said, "a timing must be measured after its plan: start a new multirun") if timed
+            else Problem("warning", f"{said} (it was restored from the cache)")
+        )  # fmt: skip
+    if expected is None:
+        problems.append(Problem("warning", "guard 12: no effect was expected in writing (`expected: null`)"))
+    return problems
+
+
+def _comparable(moment: str) -> str:
+    """ISO times in UTC compare as text but for how they write the zone."""
+    return moment.replace("Z", "+00:00")
+
+
+# --- 9. stalls -------------------------------------------------------------------------------------------------------
+
+
+def stalls(arms: Arms, metric: str, claimed_effect: float) -> list[Problem]:
+    """Guard 9: calls beyond the robust bound are reported, and void the comparison when they carry the headline.
+
+    A call is a request's time from its intended start to its last token; the bound is the median of its cell plus
+    `STALL_MADS` scaled median absolute deviations.
+
+    Args:
+        claimed_effect: the size that matters, in the metric's unit: expected, else the bar, else the effect seen.
+    """
+    problems: list[Problem] = []
+    for arm, side in zip(arms, ("baseline", "candidate"), strict=True):
+        counts, moves = 0, []
+        for record in arm:
+            requests = record.results.table("sweep", "requests.parquet")
+            load = record.settings.get("load")
+            if requests is None or not load:
+                continue
+            cells = requests if metric.endswith("/capacity_tok_s") else _cell(requests, metric)
+            if cells is None or cells.is_empty():
+                continue
+            kept = without_stalls(cells, load)
+            counts += cells.height - kept.height
+            if kept.height < cells.height:
+                values = [_recomputed(table, load, metric) for table in (cells, kept)]
+                moves.append(None if None in values else values[1] - values[0])  # type: ignore[operator]
+        if not counts:
+            continue
+        shift = sum(move for move in moves if move is not None) / len(arm)
+        said = f"guard 9, stalls: {counts} calls of the {side} lie {STALL_MADS:g} MADs above the median of their cell"
+        if None in moves or abs(shift) > abs(claimed_effect):
+            said += f"; without them its mean moves by {shift:+.4g}, more than the {abs(claimed_effect):.4g} claimed"
+            problems.append(invalid(said, "find what stalled (artifacts/sweep/requests.parquet), and measure again"))
+        else:
+            problems.append(Problem("warning", f"{said}; without them its mean moves by {shift:+.4g}"))
+    return problems
+
+
+def without_stalls(requests: pl.DataFrame, load: Mapping[str, Any]) -> pl.DataFrame:
+    """The requests but for the stalled calls of each cell; failed ones stay, since they count as misses."""
+    timed = per_request(requests, ServiceClass.model_validate(load["service_class"]))
+    finite = pl.when(pl.col("e2e_ms").is_finite()).then(pl.col("e2e_ms"))
+    cell = ["shape", "rate_rps"]
+    median = finite.median().over(cell)
+    deviation = (finite - median).abs().median().over(cell)
+    stalled = (finite > median + STALL_MADS * 1.4826 * deviation).fill_null(False)
+    return timed.filter(~stalled).select(requests.columns)
+
+
+def _cell(requests: pl.DataFrame, metric: str) -> pl.DataFrame | None:
+    match = CELL_LATENCY.match(metric)
+    if not match:
+        return None
+    rate = float(match["rate"][1:])
+    return requests.filter((pl.col("shape") == match["shape"]) & (pl.col("rate_rps") == rate))
+
+
+def _recomputed(requests: pl.DataFrame, load: Mapping[str, Any], metric: str) -> float | None:
+    """The metric from the requests alone."""
+    wanted = ServiceClass.model_validate(load["service_class"])
+    rows = [
+        {"shape": shape, "rate_rps": rate, **summarise_cell(own, wanted, load["duration_s"])}
+        for (shape, rate), own in requests.group_by("shape", "rate_rps", maintain_order=True)
+    ]
+    if metric.endswith("/capacity_tok_s"):
+        best = capacity(pl.DataFrame(rows, infer_schema_length=None))[metric.split("/")[1]]
+        return best["goodput_tok_s"] if best else None
+    value = rows[0].get(metric.rpartition("/")[2])
+    return None if value is None else float(value)

@@ -1,0 +1,217 @@
+"""The acceptance gate: from paired numbers to accept, reject, tie or unresolved, with every reason and what to do.
+
+Pure: no file is read here. docs/verdicts.md holds the rules as a table; each row has a test.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from oneaxis.config.schema import Gate
+from oneaxis.judge.paired import paired_difference
+from oneaxis.judge.statistics import (
+    fewest_pairs,
+    paired_share_interval,
+    paired_t_p,
+    pairs_needed,
+    sign_flip,
+    spread,
+)
+from oneaxis.judge.units import UNIT_NAMES, Better, Kind, Paired
+from oneaxis.report.text import number
+from oneaxis.score.paired import mcnemar_exact
+
+Word = Literal["accept", "reject", "tie", "unresolved", "invalid"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A metric in both arms, and what its pairs say of the difference."""
+
+    kind: Kind
+    baseline_value: float
+    candidate_value: float
+    effect: float
+    """candidate - baseline, in the metric's unit."""
+    ci_low: float
+    ci_high: float
+    n: int
+    test: str
+    p_value: float
+    """Of the test that is named; two-sided, not corrected for several claims."""
+    p_family: float
+    """What enters the correction for several claims: the same, but for repetitions the paired t test's."""
+    deviation: float
+    """Standard deviation of the paired differences, in the metric's unit."""
+    spreads: tuple[float, float] | None = None
+    """Of repetitions: (max - min) / max of the baseline and of the candidate."""
+    detail: str = ""
+    """Counts behind the test, for the reader."""
+
+    @property
+    def relative(self) -> float | None:
+        """effect / baseline; None where the baseline is zero or its sign means nothing."""
+        return self.effect / self.baseline_value if self.baseline_value > 0 else None
+
+    @property
+    def unit(self) -> str:
+        """What was paired."""
+        return UNIT_NAMES[self.kind]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the gate says."""
+
+    word: Word
+    reasons: Sequence[str] = field(default_factory=tuple)
+    recommendations: Sequence[str] = field(default_factory=tuple)
+
+
+def weigh(kind: Kind, paired: Paired, confidence: float) -> Evidence:
+    """Paired units to the effect, its interval and its test.
+
+    Args:
+        paired: n >= 2 units.
+    """
+    one, other = paired.baseline, paired.candidate
+    n = len(one)
+    assert n >= 2
+    values = (paired.baseline_value, paired.candidate_value)
+    effect = values[1] - values[0]
+    deviation = float(np.std(other - one, ddof=1))
+    if kind == "items":
+        gained, lost = int(((other == 1) & (one == 0)).sum()), int(((other == 0) & (one == 1)).sum())
+        low, high = paired_share_interval(gained, lost, n, confidence)
+        p = mcnemar_exact(gained, lost)
+        return Evidence(kind, *values, effect, low, high, n, "McNemar, exact", p, p, deviation,
+                        detail=f"{gained} gained, {lost} lost")  # fmt: skip
+    interval = paired_difference(one, other, confidence)
+    p_t = paired_t_p(other - one)
+    if kind == "perplexity":
+        # The interval is that of the log ratio; around the baseline it is one in perplexity.
+        low, high = (values[0] * float(np.expm1(end)) for end in (interval.ci_low, interval.ci_high))
+        return Evidence(kind, *values, effect, low, high, n, "paired t on mean NLL", p_t, p_t,
+                        deviation * values[0])  # fmt: skip
+    if kind == "repetitions":
+        p = sign_flip(other - one)
+        return Evidence(kind, *values, effect, interval.ci_low, interval.ci_high, n, "sign-flip, exact, and paired t",
+                        p, p_t, deviation, (spread(one.tolist()), spread(other.tolist())))  # fmt: skip
+    return Evidence(kind, *values, effect, interval.ci_low, interval.ci_high, n, "paired t", p_t, p_t, deviation)
+
+
+def floor_of(evidence: Evidence, better: Better, gate: Gate) -> float | None:
+    """The value that a candidate's mean must reach; None where shares of the baseline mean nothing (log-probabilities,
+    differences)."""
+    if evidence.kind in ("pairs", "nll") or evidence.baseline_value <= 0 or gate.floor == 0:
+        return None
+    return evidence.baseline_value * gate.floor if better == "higher" else evidence.baseline_value / gate.floor
+
+
+def decide(
+    evidence: Evidence,
+    better: Better,
+    bar: float,
+    gate: Gate,
+    *,
+    p_adjusted: float | None = None,
+    num_claims: int = 1,
+) -> Decision:
+    """The gate, in this order: enough pairs, spread, floor, worse, no effect shown, several claims, bar.
+
+    Args:
+        bar: the smallest effect that counts, in the metric's unit and the better direction.
+        p_adjusted: of the family of claims; None: this comparison stands alone.
+        num_claims: size of that family.
+    """
+    sign = 1.0 if better == "higher" else -1.0
+    gain = sign * evidence.effect
+    low, high = sorted((sign * evidence.ci_low, sign * evidence.ci_high))
+    alpha = 1 - gate.confidence
+    percent = f"{gate.confidence:.0%}"
+
+    def signed(value: float) -> str:
+        """A gain as an effect of the metric."""
+        return ("+" if sign * value > 0 else "") + number(sign * value)
+
+    if evidence.kind == "repetitions":
+        blocked = _too_noisy(evidence, gate)
+        if blocked:
+            return blocked
+    floor = floor_of(evidence, better, gate)
+    if floor is not None and sign * evidence.candidate_value < sign * floor:
+        return Decision("reject", [
+            f"under the floor: {number(evidence.candidate_value, 4)} against {number(floor, 4)}, "
+            f"which is {gate.floor:.0%} of the baseline" + ("" if better == "higher" else " (inverse: lower is better)")
+        ], ["keep the baseline"])  # fmt: skip
+    shown = evidence.p_value <= alpha
+    if high < 0 and shown:
+        return Decision("reject", [f"worse: the {percent} interval lies wholly on the wrong side of zero"],
+                        ["keep the baseline"])  # fmt: skip
+    if low <= 0 or not shown:
+        return _tie(evidence, low, high, bar, alpha, signed, gate)
+    if p_adjusted is not None and p_adjusted > alpha:
+        return Decision("unresolved", [
+            f"shown alone (p {evidence.p_family:.2g}), not among {num_claims} claims (Holm: {p_adjusted:.2g})"
+        ], ["test this candidate alone on fresh units, or claim fewer things at once"])  # fmt: skip
+    if high < bar:
+        return Decision("reject", [
+            f"the effect is real and too small: at most {signed(high)}, and the bar is {signed(bar)}"
+        ], ["keep the baseline, or lower the bar before a new run if less would do"])  # fmt: skip
+    if low < bar:
+        return Decision("unresolved", [
+            f"better, but whether by the bar of {signed(bar)} is open: between {signed(low)} and {signed(high)}"
+        ], [_more(evidence, abs(gain - bar), gate)])  # fmt: skip
+    said = f"the {percent} interval lies beyond " + (f"the bar of {signed(bar)}" if bar else "zero")
+    return Decision("accept", [said], ["take the candidate"])
+
+
+def _too_noisy(evidence: Evidence, gate: Gate) -> Decision | None:
+    """Why repetitions cannot decide: too few, or too far apart."""
+    needed = max(gate.min_pairs, fewest_pairs(gate.confidence))
+    if evidence.n < needed:
+        return Decision("unresolved", [
+            f"{evidence.n} pairs of runs; a claim about a timing needs {needed} (gate.min_pairs {gate.min_pairs}; the "
+            f"sign-flip test at {gate.confidence:.0%} needs {fewest_pairs(gate.confidence)})"
+        ], [f"run {needed} repetitions or more (`experiment.repetitions={needed}`)"])  # fmt: skip
+    assert evidence.spreads
+    wide = [
+        f"the {side}'s runs spread by {value:.1%} (gate.max_spread {gate.max_spread:.0%})"
+        for side, value in zip(("baseline", "candidate"), evidence.spreads, strict=True)
+        if value > gate.max_spread
+    ]
+    if wide:
+        return Decision("unresolved", wide, [
+            "quieten the machine, lengthen load.duration_s, or choose the gate of this hardware (gate=cpu, gate=gpu)"
+        ])  # fmt: skip
+    return None
+
+
+def _tie(
+    evidence: Evidence, low: float, high: float, bar: float, alpha: float, signed: Callable[[float], str], gate: Gate
+) -> Decision:
+    if low == high == 0:
+        return Decision("tie", [f"no {evidence.unit} differs"], ["nothing to gain: choose by cost or simplicity"])
+    reasons = []
+    if low <= 0 <= high:
+        reasons.append("the interval holds zero")
+    if evidence.p_value > alpha:
+        reasons.append(f"p {evidence.p_value:.2g} is above {alpha:.2g}")
+    largest = f"the largest gain still compatible is {signed(max(high, 0.0))}, the largest loss {signed(min(low, 0.0))}"
+    recommendation = "choose by cost or simplicity"
+    if bar and high >= bar:
+        recommendation += f"; the bar is not excluded: {_more(evidence, bar, gate)}"
+    elif bar:
+        recommendation += "; a gain of the bar's size is excluded"
+    return Decision("tie", [f"no effect shown: {', '.join(reasons)}", largest], [recommendation])
+
+
+def _more(evidence: Evidence, margin: float, gate: Gate) -> str:
+    """How many units would decide, if the differences go on to vary as they do."""
+    needed = pairs_needed(evidence.deviation, margin, gate.confidence) if margin > 0 else None
+    unit = "pairs of runs" if evidence.kind == "repetitions" else f"{evidence.unit}s"
+    if needed is None:
+        return "more units would hardly decide it: the effect seen is at the bar itself"
+    return f"about {max(needed, evidence.n + 1):,} {unit} would decide (there are {evidence.n:,})"

@@ -1,0 +1,131 @@
+"""The statistics of a verdict: paired tests, their intervals, and the correction for several claims.
+
+Sources: sign-flip (randomisation) test, Fisher, The Design of Experiments, 1935, section 21; score interval of a paired
+difference of proportions, Tango, Statistics in Medicine 17, 1998; Holm, Scandinavian Journal of Statistics 6, 1979.
+
+These stand apart from `paired.py`, on which the training and quantisation stages depend: what only verdicts need must
+not run a stage again.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from scipy import stats
+
+EXACT_PAIRS = 20
+"""Up to here all 2^n sign assignments are enumerated."""
+RANDOM_FLIPS = 200_000
+
+
+def sign_flip(differences: Sequence[float] | np.ndarray) -> float:
+    """Two-sided p-value of the sign-flip test of paired differences; exact up to 20 pairs.
+
+    Under the null each difference is as likely to have the other sign; p is the share of the 2^n assignments whose
+    mean is at least as far from zero as the one seen. It can be no smaller than 2^(1-n): five pairs cannot reach 0.05.
+
+    Args:
+        differences: n finite numbers, n >= 1.
+    """
+    d = np.asarray(differences, dtype=np.float64)
+    assert d.ndim == 1
+    assert len(d) >= 1
+    assert np.isfinite(d).all()
+    seen = abs(float(d.sum()))
+    # Sums that are equal but for rounding count as equal: the observed assignment is one of them.
+    bound = seen - 1e-9 * float(np.abs(d).sum())
+    if len(d) <= EXACT_PAIRS:
+        # A global change of sign leaves |sum| as it is, so the first difference keeps its sign.
+        sums = d[:1]
+        for value in d[1:]:
+            sums = np.concatenate([sums + value, sums - value])
+        return float((np.abs(sums) >= bound).mean())
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), size=(RANDOM_FLIPS, len(d)))
+    return float(((np.abs(signs @ d) >= bound).sum() + 1) / (RANDOM_FLIPS + 1))
+
+
+def fewest_pairs(confidence: float) -> int:
+    """The fewest pairs with which the sign-flip test can reach `1 - confidence` at all (95%: 6)."""
+    return math.ceil(1 - math.log2(1 - confidence) - 1e-12)
+
+
+def paired_t_p(differences: Sequence[float] | np.ndarray) -> float:
+    """Two-sided p-value of the paired t test; n >= 2. Differences that are all equal give 0, or 1 where they are 0."""
+    d = np.asarray(differences, dtype=np.float64)
+    assert len(d) >= 2
+    mean, spread = float(d.mean()), float(d.std(ddof=1))
+    if spread == 0:
+        return 0.0 if mean else 1.0
+    return float(2 * stats.t.sf(abs(mean) / (spread / math.sqrt(len(d))), len(d) - 1))
+
+
+def pairs_needed(deviation: float, margin: float, confidence: float) -> int | None:
+    """The fewest pairs whose t interval is narrower than `margin` on either side; None beyond 100,000.
+
+    Args:
+        deviation: standard deviation of the paired differences. margin: half the width that is wanted, > 0.
+    """
+    n = 2
+    while n <= 100_000:
+        if float(stats.t.ppf((1 + confidence) / 2, n - 1)) * deviation / math.sqrt(n) < margin:
+            return n
+        n += 1 if n < 100 else n // 50
+    return None
+
+
+def paired_share_interval(gained: int, lost: int, n: int, confidence: float) -> tuple[float, float]:
+    """Tango's score interval of (gained - lost) / n, the change of a share on the same n items.
+
+    At a difference of zero its statistic is McNemar's, so interval and test agree but for the exact tail. With no
+    discordant item at all it still has a width, where a bootstrap would claim certainty.
+
+    Args:
+        gained, lost: items right only in the candidate, only in the baseline.
+    """
+    assert min(gained, lost) >= 0
+    assert n >= max(gained + lost, 1)
+    critical = float(stats.norm.ppf((1 + confidence) / 2))
+
+    def statistic(difference: float) -> float:
+        b = -gained - lost + (2 * n - gained + lost) * difference
+        c = -lost * difference * (1 - difference)
+        q = (math.sqrt(max(b * b - 8 * n * c, 0.0)) - b) / (4 * n)
+        variance = n * (2 * q + difference * (1 - difference))
+        top = gained - lost - n * difference
+        if variance <= 0:
+            return math.copysign(math.inf, top) if top else 0.0
+        return top / math.sqrt(variance)
+
+    estimate = (gained - lost) / n
+    return (
+        _bisect(statistic, critical, -1.0, estimate),
+        _bisect(statistic, -critical, estimate, 1.0),
+    )
+
+
+def _bisect(statistic: Callable[[float], float], target: float, low: float, high: float) -> float:
+    """Where the falling `statistic` passes `target`, between `low` and `high`."""
+    for _ in range(80):
+        middle = (low + high) / 2
+        if statistic(middle) > target:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values, in the order given: below alpha, all of them hold together with error alpha."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted = [0.0] * len(p_values)
+    largest = 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def spread(values: Sequence[float]) -> float:
+    """(max - min) / max |value|: how far the repetitions of one arm lie apart; 0 when all are zero."""
+    top = max(abs(value) for value in values)
+    return (max(values) - min(values)) / top if top else 0.0

@@ -1,0 +1,106 @@
+"""Verdicts as a person reads them in a terminal: one block a candidate, one paragraph a metric, under 100 columns."""
+
+import os
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from oneaxis.judge.compare import Verdict
+from oneaxis.judge.conditions import say
+from oneaxis.report.text import number, signed_percent
+
+WIDTH = 98
+LABEL = 12
+COLOURS = {"accept": "32", "better": "32", "reject": "31", "worse": "31", "invalid": "31;1", "tie": "33",
+           "unresolved": "33"}  # fmt: skip
+DESCRIBED = {"accept": "better", "reject": "worse"}
+"""Without a claim nothing is accepted: the same finding, in words that decide nothing."""
+
+
+def verdict_text(verdicts: Sequence[Verdict], colour: bool | None = None) -> str:
+    """The printed block.
+
+    Args:
+        colour: None: only on a terminal, and not when NO_COLOR is set.
+    """
+    if colour is None:
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    blocks = []
+    for candidate in dict.fromkeys((verdict.baseline, verdict.candidate) for verdict in verdicts):
+        own = [verdict for verdict in verdicts if (verdict.baseline, verdict.candidate) == candidate]
+        blocks.append("\n".join([*_head(own[0]), *(line for verdict in own for line in ["", *_body(verdict, colour)])]))
+    rule = "\n\n" + "-" * WIDTH + "\n\n"
+    return rule.join(blocks)
+
+
+def _head(verdict: Verdict) -> list[str]:
+    lines = _wrapped("candidate", f"{verdict.candidate}, against {verdict.baseline}")
+    if verdict.question:
+        lines += _wrapped("question", verdict.question)
+    for axis in verdict.axes:
+        lines += _wrapped("axis", f"{axis.name}: {say(axis.before)} -> {say(axis.after)}")
+        if axis.kind == "group" and len(axis.leaves) > 1:
+            lines += _wrapped("", f"(the choice moves {len(axis.leaves)} settings)")
+    if not verdict.axes:
+        lines += _wrapped("axis", "none differs")
+    return lines
+
+
+def _body(verdict: Verdict, colour: bool) -> list[str]:
+    word = verdict.decision if verdict.claim else DESCRIBED.get(verdict.decision, verdict.decision)
+    shown = word.upper().ljust(LABEL)
+    if colour:
+        shown = f"\033[{COLOURS[word]}m{shown}\033[0m"
+    lines = [f"{shown}{verdict.metric} ({verdict.better} is better)" + ("" if verdict.claim else ", no claim")]
+    if verdict.effect is not None:
+        lines += _numbers(verdict)
+    for label, texts in (("why", verdict.reasons), ("to do", verdict.recommendations), ("note", verdict.warnings)):
+        for index, text in enumerate(texts):
+            lines += _wrapped(label if index == 0 else "", text)
+    return lines
+
+
+def _numbers(verdict: Verdict) -> Iterable[str]:
+    assert verdict.effect is not None
+    assert verdict.ci_low is not None
+    assert verdict.ci_high is not None
+    assert verdict.baseline_value is not None
+    unit = f" {verdict.unit}" if verdict.unit else ""
+    yield from _wrapped("values", f"{number(verdict.baseline_value, 4)} -> {number(verdict.candidate_value, 4)}{unit}")
+    relative = "" if verdict.relative_effect is None else f" ({signed_percent(verdict.relative_effect, 2)})"
+    yield from _wrapped(
+        "effect",
+        f"{_signed(verdict.effect)}{unit}{relative}, {verdict.confidence:.0%} interval {_signed(verdict.ci_low)} to "
+        f"{_signed(verdict.ci_high)}",
+    )
+    p = "" if verdict.p_value is None else f", p {verdict.p_value:.2g}"
+    if verdict.p_adjusted is not None:
+        p += f" (Holm over {verdict.num_claims} claims: {verdict.p_adjusted:.2g})"
+    yield from _wrapped("evidence", f"n {verdict.n:,} {verdict.unit_of_pairing}s; {verdict.test}{p}")
+    gate = []
+    if verdict.claim:
+        gate.append(f"bar {number(verdict.bar)}{unit}" if verdict.bar else "bar: any effect")
+        gate.append("nothing expected" if verdict.expected is None else f"expected {_signed(verdict.expected)}")
+    if verdict.floor is not None:
+        gate.append(f"floor {number(verdict.floor, 4)}")
+    if verdict.spread is not None:
+        gate.append(f"spread {verdict.spread:.1%}")
+    if gate:
+        yield from _wrapped("gate", ", ".join(gate))
+    if verdict.against_best and verdict.against_best["effect"] is not None:
+        best = verdict.against_best
+        yield from _wrapped(
+            "best part",
+            f"{best['point']} ({number(best['value'], 4)}): {_signed(best['effect'])}, {_signed(best['ci_low'])} to "
+            f"{_signed(best['ci_high'])}: {best['decision']}",
+        )
+
+
+def _signed(value: float) -> str:
+    return ("+" if value > 0 else "") + number(value)
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=f"  {label}".ljust(LABEL), subsequent_indent=" " * LABEL, break_on_hyphens=False
+    )

@@ -1,0 +1,304 @@
+"""What a metric is paired by: from the recorded tables of two arms to the same units measured in both.
+
+    metric                                  unit                          taken as
+    quantize/perplexity_after,              held-out sequence             mean NLL per sequence; the effect through
+    calibrate/perplexity                                                  the ratio of the perplexities
+    quantize/delta_nll, calibrate/nll       held-out sequence             difference of mean NLL
+    score/<task>/<scorer>                   item                          right or wrong
+    train_dpo/{chosen,rejected,margin}_*    held-out pair                 difference of log-probability
+    serve/cold_start_s, sweep/<cell>/*,     repetition (alternating runs  difference
+    sweep/<shape>/capacity_tok_s            of one session)
+
+Any other metric has no unit: its difference has no interval, and no claim can rest on it.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import polars as pl
+
+from oneaxis.judge.records import Record
+from oneaxis.load.metrics import requests_needed
+from oneaxis.score.metrics import SCORERS
+
+Kind = Literal["perplexity", "nll", "items", "pairs", "repetitions", "none"]
+Better = Literal["lower", "higher"]
+
+CELL_LATENCY = re.compile(r"^sweep/(?P<shape>[^/]+)/(?P<rate>r[^/]+)/(?P<name>[^/]+)$")
+TRAINED = re.compile(r"^train_dpo/(chosen|rejected|margin)_(logp_before|logp_after|delta)$")
+TIMED_IN_CELL = re.compile(
+    r"^((ttft|itl|tpot|e2e)_p\d+_ms|attainment|goodput_tok_s|output_tok_s|achieved_rate_rps|failed)$"
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a comparison is not to be trusted, or cannot decide, or what to keep in mind."""
+
+    kind: Literal["invalid", "unresolved", "reject", "warning"]
+    reason: str
+    recommendation: str = ""
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The same units in both arms, in one order."""
+
+    baseline: np.ndarray
+    """n numbers; of items 0 or 1."""
+    candidate: np.ndarray
+    baseline_value: float
+    """The metric itself, as its definition says (of repetitions their mean)."""
+    candidate_value: float
+
+
+def kind_of(metric: str) -> Kind:
+    """By what a metric is paired."""
+    if metric in ("quantize/perplexity_after", "calibrate/perplexity"):
+        return "perplexity"
+    if metric in ("quantize/delta_nll", "calibrate/nll"):
+        return "nll"
+    scored = metric.split("/")
+    if len(scored) == 3 and scored[0] == "score" and scored[2] in SCORERS:
+        return "items"
+    if TRAINED.match(metric):
+        return "pairs"
+    cell = CELL_LATENCY.match(metric)
+    if metric == "serve/cold_start_s" or re.match(r"^sweep/[^/]+/capacity_tok_s$", metric):
+        return "repetitions"
+    if cell and TIMED_IN_CELL.match(cell["name"]):
+        return "repetitions"
+    return "none"
+
+
+UNIT_NAMES: dict[Kind, str] = {
+    "perplexity": "held-out sequence",
+    "nll": "held-out sequence",
+    "items": "item",
+    "pairs": "held-out pair",
+    "repetitions": "repetition",
+    "none": "",
+}
+
+
+def better_of(metric: str) -> Better | None:
+    """Which way is better, where a name says it; None where it does not."""
+    name = metric.rpartition("/")[2]
+    if re.search(r"perplexity|nll|ttft|itl|tpot|e2e|cold_start|failed|rejected|escape|error", name):
+        return "lower"
+    if kind_of(metric) == "items" or re.search(r"goodput|attainment|capacity|tok_s|chosen|margin|achieved", name):
+        return "higher"
+    return None
+
+
+def unit_of_measure(metric: str) -> str:
+    """The unit in which a metric's value stands."""
+    for ending, unit in (("_tok_s", "tok/s"), ("_rps", "req/s"), ("_ms", "ms"), ("_s", "s")):
+        if metric.endswith(ending):
+            return unit
+    return {"nll": "nats/token", "pairs": "nats"}.get(kind_of(metric), "")
+
+
+def pair(metric: str, baseline: Sequence[Record], candidate: Sequence[Record]) -> Paired | Problem:
+    """The units of a metric in both arms; a problem where they are missing or are not the same.
+
+    Args:
+        baseline, candidate: the repetitions of each arm in their order, at least one; only timings use more than the
+            first.
+    """
+    kind = kind_of(metric)
+    if kind == "none":
+        return Problem(
+            "unresolved",
+            "no unit of pairing: a difference without an interval cannot be accepted",
+            "claim a metric that is paired by sequence, item, pair or repetition (docs/verdicts.md lists them)",
+        )
+    if kind == "repetitions":
+        return _repetitions(metric, baseline, candidate)
+    first, second = baseline[0], candidate[0]
+    if kind == "items":
+        return _items(metric, first, second)
+    if kind == "pairs":
+        return _heldout_pairs(metric, first, second)
+    return _sequences(metric, first, second)
+
+
+def _missing(record: Record, file: str) -> Problem:
+    return Problem(
+        "invalid", f"{record.name}: artifacts/{file} is missing", "run the point to its end: `oneaxis run -m --resume`"
+    )
+
+
+def _other_units(what: str) -> Problem:
+    return Problem(
+        "unresolved", f"the arms were not measured on the same {what}: no unit is in both",
+        "an axis that changes what is measured cannot be judged on it; choose a metric that the axis leaves as it is",
+    )  # fmt: skip
+
+
+# --- perplexity -----------------------------------------------------------------------------------------------------
+
+
+def _nll(metric: str, record: Record) -> pl.DataFrame | Problem:
+    """NLL per token of what the metric speaks of; an arm that is not quantised is measured as calibrated."""
+    after = record.results.table("quantize", "heldout_nll.parquet")
+    before = record.results.table("calibrate", "heldout_nll.parquet")
+    quantised = record.settings.get("quantize", {}).get("kind", "none") != "none"
+    if metric.startswith("calibrate/") or not quantised:
+        return _missing(record, "calibrate/heldout_nll.parquet") if before is None else before
+    return _missing(record, "quantize/heldout_nll.parquet") if after is None else after
+
+
+def _sequences(metric: str, baseline: Record, candidate: Record) -> Paired | Problem:
+    tables = []
+    for record in (baseline, candidate):
+        table = _nll(metric, record)
+        if isinstance(table, Problem):
+            return table
+        if metric == "quantize/delta_nll":
+            before = _nll("calibrate/nll", record)
+            if isinstance(before, Problem):
+                return before
+            joined = table.join(before, on=["sequence", "position"], how="inner", suffix="_before")
+            if joined.height != table.height or joined.height != before.height:
+                said = f"{record.name}: NLL before and after are not of the same tokens"
+                return Problem("invalid", said, "run the point again")
+            table = joined.with_columns(nll=pl.col("nll") - pl.col("nll_before"))
+        tables.append(table.sort("sequence", "position"))
+    one, other = tables
+    if not one.select("sequence", "position").equals(other.select("sequence", "position")):
+        return _other_units("tokens of the held-out text")
+    # The sums are over tokens, so that the mean of the units is the mean over all tokens, whatever a sequence's length.
+    per_sequence = one.height / one["sequence"].n_unique()
+    sums = [
+        table.group_by("sequence").agg(pl.col("nll").sum()).sort("sequence")["nll"].to_numpy() / per_sequence
+        for table in tables
+    ]
+    values = [float(each.mean()) for each in sums]
+    if kind_of(metric) == "perplexity":
+        values = [math.exp(value) for value in values]
+    return Paired(sums[0], sums[1], values[0], values[1])
+
+
+# --- items ----------------------------------------------------------------------------------------------------------
+
+
+def _items(metric: str, baseline: Record, candidate: Record) -> Paired | Problem:
+    _, task, scorer = metric.split("/")
+    columns = []
+    for record in (baseline, candidate):
+        table = record.results.table("score", "items_scored.parquet")
+        if table is None:
+            return _missing(record, "score/items_scored.parquet")
+        own = table.filter(pl.col("task") == task).select("item_id", right=pl.col(f"{scorer}_correct")).drop_nulls()
+        columns.append(own.sort("item_id"))
+    one, other = columns
+    if one.is_empty() and other.is_empty():
+        said = f"no item of {task} was scored by {scorer}"
+        return Problem("unresolved", said, "see `score` in the settings, and artifacts/score")
+    if one["item_id"].to_list() != other["item_id"].to_list():
+        return _other_units(f"items of {task}")
+    first, second = (column["right"].cast(pl.Float64).to_numpy() for column in columns)
+    return Paired(first, second, float(first.mean()), float(second.mean()))
+
+
+# --- preference pairs -----------------------------------------------------------------------------------------------
+
+
+def _heldout_pairs(metric: str, baseline: Record, candidate: Record) -> Paired | Problem:
+    """Log-probabilities per held-out pair. An untrained arm stands where the trained one began."""
+    match = TRAINED.match(metric)
+    assert match
+    tables = [record.results.table("train_dpo", "heldout.parquet") for record in (baseline, candidate)]
+    untrained = [record.settings.get("train", {}).get("kind") == "none" for record in (baseline, candidate)]
+    for record, table, none in zip((baseline, candidate), tables, untrained, strict=True):
+        if table is None and not none:
+            return _missing(record, "train_dpo/heldout.parquet")
+    if all(untrained):
+        return Problem("unresolved", "neither arm was trained", "claim a metric of a stage that runs")
+    known = next(table for table, none in zip(tables, untrained, strict=True) if table is not None and not none)
+    columns = []
+    for table, none in zip(tables, untrained, strict=True):
+        read = known if none else table
+        assert read is not None
+        values = {}
+        for when in ("before", "after"):
+            taken = "before" if none else when
+            chosen, rejected = (pl.col(f"{side}_{taken}") for side in ("chosen", "rejected"))
+            values[when] = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected}[match[1]]
+        wanted = {"logp_before": values["before"], "logp_after": values["after"],
+                  "delta": values["after"] - values["before"]}[match[2]]  # fmt: skip
+        columns.append(read.select("pair_id", value=wanted).sort("pair_id"))
+    if columns[0]["pair_id"].to_list() != columns[1]["pair_id"].to_list():
+        return _other_units("held-out pairs")
+    first, second = (column["value"].to_numpy() for column in columns)
+    return Paired(first, second, float(first.mean()), float(second.mean()))
+
+
+# --- timings --------------------------------------------------------------------------------------------------------
+
+
+def aligned(baseline: Sequence[Record], candidate: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """The runs of both arms as pairs, by repetition (by order where repetitions have no numbers of their own)."""
+    numbered = [{record.repetition: record for record in arm} for arm in (baseline, candidate)]
+    if all(len(each) == len(arm) for each, arm in zip(numbered, (baseline, candidate), strict=True)) and (
+        len(baseline) > 1 or numbered[0].keys() == numbered[1].keys()
+    ):
+        return [(numbered[0][key], numbered[1][key]) for key in sorted(numbered[0].keys() & numbered[1].keys())]
+    return list(zip(baseline, candidate, strict=False))
+
+
+def _repetitions(metric: str, baseline: Sequence[Record], candidate: Sequence[Record]) -> Paired | Problem:
+    runs = aligned(baseline, candidate)
+    values = [[record.results.metrics.get(metric) for record in arm] for arm in zip(*runs, strict=True)]
+    absent = [sum(value is None for value in arm) for arm in values]
+    if any(absent):
+        return _not_there(metric, absent, len(runs))
+    first, second = (np.asarray(arm, dtype=np.float64) for arm in values)
+    return Paired(first, second, float(first.mean()), float(second.mean()))
+
+
+def _not_there(metric: str, absent: Sequence[int], n: int) -> Problem:
+    name = metric.rpartition("/")[2]
+    why = (
+        "no rate reached an attainment of 90%" if name == "capacity_tok_s"
+        else "not reached: it falls on a request that failed" if re.search(r"_p\d+_ms$", name)
+        else "not recorded"
+    )  # fmt: skip
+    where = f"{metric} is absent in {absent[0]} of {n} runs of the baseline and {absent[1]} of {n} of the candidate"
+    if absent == [0, n] and name != "failed" and why != "not recorded":
+        return Problem("reject", f"{where} ({why})", "the candidate does not hold this load: lower load.rates_rps")
+    return Problem(
+        "unresolved", f"{where} ({why})",
+        "check the metric's name (artifacts/*.metrics.json); if it is right, add a lower rate to load.rates_rps",
+    )  # fmt: skip
+
+
+def percentile_problem(metric: str, records: Sequence[Record], confidence: float) -> Problem | None:
+    """A percentile that so few requests cannot support is refused."""
+    cell = CELL_LATENCY.match(metric)
+    percent = re.search(r"_p(\d+)_ms$", metric)
+    if not cell or not percent:
+        return None
+    needed = requests_needed(int(percent[1]), confidence)
+    counts = [record.results.metrics.get(f"sweep/{cell['shape']}/{cell['rate']}/n") for record in records]
+    known = [int(count) for count in counts if count is not None]
+    fewest = min(known, default=0)
+    if len(known) == len(counts) and fewest >= needed:
+        return None
+    return Problem(
+        "unresolved",
+        f"a p{percent[1]} needs {needed} requests a run to be shown with {confidence:.0%} confidence; there are "
+        f"{fewest}",
+        f"raise load.duration_s until {cell['shape']} at {cell['rate'][1:]} req/s has {needed} requests, "
+        "or claim a lower percentile",
+    )
+
+
+def metric_names(records: Mapping[str, Sequence[Record]]) -> list[str]:
+    """Every metric of any run, sorted."""
+    return sorted({name for arm in records.values() for record in arm for name in record.results.metrics})

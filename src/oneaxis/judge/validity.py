@@ -1,0 +1,105 @@
+"""Whether one run's numbers may be used: VALID, or INVALID with every reason, and what to keep in mind either way.
+
+The report of a run and the verdict of a comparison read the same function. A run is INVALID when a guard failed, when
+the engine does not run as asked, or when a measurement is missing. A finding that is bad but well measured
+(displacement) is a warning, not a reason.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from oneaxis.config.schema import STAGE_SECTIONS
+from oneaxis.judge.guards import exclusive_device
+
+if TYPE_CHECKING:
+    # The report reads this module too.
+    from oneaxis.report.results import Results
+
+
+@dataclass(frozen=True)
+class Validity:
+    """VALID or INVALID with every reason, and what to keep in mind either way."""
+
+    valid: bool
+    reasons: Sequence[str]
+    warnings: Sequence[str]
+
+
+def judge_run(results: "Results", stages: Sequence[str] = tuple(STAGE_SECTIONS)) -> Validity:
+    """Whether the numbers of `stages` may be used.
+
+    Args:
+        stages: those that the reader relies on; the guards of others do not touch their numbers.
+    """
+    reasons: list[str] = []
+    if "sweep" in stages:
+        reasons += _load(results)
+    if {"serve", "sweep"} & set(stages) and not any(reason.startswith("guard 3,") for reason in reasons):
+        # The load's own third guard says the same of the same engine; one line is enough.
+        reasons += [f"engine: {difference}" for difference in differences(results)]
+    reasons += _leases(results, [stage for stage in ("serve", "sweep") if stage in stages])
+    summary = results.document("score", "summary.json")
+    if "score" in stages and (not summary or not summary.get("tasks")):
+        reasons.append("score: no items were scored")
+    quantised = "quantize" in results.manifests and results.section("quantize")["kind"] != "none"
+    if "quantize" in stages and quantised and "quantize/delta_nll" not in results.metrics:
+        reasons.append("quantize: perplexity was not measured on the written checkpoint")
+    return Validity(valid=not reasons, reasons=reasons, warnings=_warnings(results))
+
+
+def _load(results: "Results") -> list[str]:
+    guards = results.document("sweep", "guards.json")
+    if not guards:
+        return ["load: no guard vouches for it (sweep wrote no guards.json)"]
+    return [
+        f"guard {guard['guard']}, {guard['name']}: {guard['reason']}" for guard in guards if not guard["valid"]
+    ]  # fmt: skip
+
+
+def _leases(results: "Results", timed: Sequence[str]) -> list[str]:
+    """A load measured by the stage has this guard among its own; the engine's start has it here alone."""
+    reasons = []
+    for stage in timed:
+        held = exclusive_device(results.provenance.get(stage, {}).get("lease"))
+        guards = results.document("sweep", "guards.json") if stage == "sweep" else None
+        said_so = any(guard["guard"] == held.number for guard in guards or [])
+        if stage in results.provenance and not held.valid and not said_so:
+            reasons.append(f"{stage}: {held.reason}")
+    return reasons
+
+
+def _warnings(results: "Results") -> list[str]:
+    warnings = []
+    displacement = results.document("train_dpo", "displacement.json")
+    if displacement and displacement["verdict"] != "healthy":
+        said = "" if displacement["verdict"] == "no clear change" else "; ".join(displacement.get("reasons") or [])
+        warnings.append(f"preference training: {displacement['verdict']}" + (f" ({said})" if said else ""))
+    if results.section("model").get("kind") != "random":
+        odd = [answer["prompt"] for answer in results.document("serve", "smoke.json") or [] if not answer["sane"]]
+        warnings += [f"odd answer of the served model to {prompt!r}" for prompt in odd]
+    dirty = sorted(stage for stage, facts in results.provenance.items() if facts.get("git", {}).get("dirty"))
+    if dirty:
+        warnings.append(f"the work tree had uncommitted changes while {len(dirty)} stages ran: the commit alone "
+                        "does not give these numbers again")  # fmt: skip
+    boots = {facts.get("hardware", {}).get("boot_id") for stage, facts in results.provenance.items()
+             if stage in ("serve", "sweep")}  # fmt: skip
+    if len(boots) > 1:
+        warnings.append("serve and sweep were measured on different boots or machines")
+    return warnings
+
+
+def differences(results: "Results") -> list[str]:
+    """What the engine runs otherwise than asked, one line each."""
+    realised = results.document("serve", "realised.json") or {}
+    return [_difference(found) for found in realised.get("differences", [])]
+
+
+def _difference(found: Any) -> str:
+    from oneaxis.report import text
+
+    if isinstance(found, Mapping):
+        name = found.get("name") or found.get("key") or found.get("setting") or "setting"
+        rest = {key: value for key, value in found.items() if value != name}
+        return f"{name}: {text.evidence(rest)}"
+    return str(found)
