@@ -39,21 +39,23 @@ def judge_folders(
     Raises:
         UserError: for a folder that holds no artifacts, the same folder twice, or a metric that neither has.
     """
-    if baseline.resolve() == candidate.resolve():
-        raise UserError(f"{baseline}: given twice; allowed: two different runs")
     arms = {"baseline": find_records(baseline), "candidate": find_records(candidate)}
+    folders = [{record.results.folder.resolve() for record in arm} for arm in arms.values()]
+    if folders[0] & folders[1]:
+        raise UserError(f"{baseline} and {candidate}: the same run twice; allowed: two different runs")
     gate = compose(conf_dir).gate if (conf_dir / "config.yaml").is_file() else STANDARD_GATE
     timed = not any(_session(record) == DEFAULT_SESSION for arm in arms.values() for record in arm)
     claims = [_claim(arms, metric, better, bar)] if metric else headline_claims(arms, timed)
     if not claims:
         raise UserError(f"{baseline} and {candidate}: no headline metric is in both; allowed: --metric NAME")
-    verdicts = [
-        conclude(prepare(
+    comparisons = [
+        prepare(
             arms["baseline"], arms["candidate"], claim, gate, names=(str(baseline), str(candidate)), axes=None,
             combination=False, written_at=None, claimed=metric is not None, question="",
-        ))
+        )
         for claim in claims
     ]  # fmt: skip
+    verdicts = [conclude(comparison) for comparison in comparisons if not comparison.idle]
     if as_json:
         print(json.dumps([verdict.as_json() for verdict in verdicts], indent=2, sort_keys=True, allow_nan=False))
     else:

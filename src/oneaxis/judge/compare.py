@@ -87,6 +87,12 @@ class Comparison:
         return [problem for problem in self.problems if problem.kind == kind]
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing was claimed of the metric and the axis does not reach its stage: nothing to say."""
+        stage = self.claim.metric.partition("/")[0]
+        return not self.claimed and bool(self.axes) and not conditions.reaches(self.axes, (stage, *UPSTREAM[stage]))
+
+    @property
     def tested(self) -> bool:
         """Whether its p-value counts among the claims."""
         return self.claimed and self.evidence is not None and not self.of("invalid")
@@ -150,10 +156,11 @@ def prepare(
     if not timed:
         baseline, candidate = baseline[:1], candidate[:1]
     arms = (list(baseline), list(candidate))
-    found_axes, problems = conditions.one_axis(arms[0][0], arms[1][0], axes, combination)
-    problems += list(conditions.arms_valid(arms, stage))
+    found_axes, problems = list(axes or ()), list(conditions.arms_valid(arms, stage))
     evidence = None
     if all(record.ended for arm in arms for record in arm):
+        found_axes, beyond = conditions.one_axis(arms[0][0], arms[1][0], axes, combination)
+        problems += beyond
         problems += _conditions(arms, claim, stage, timed, found_axes)
         if claimed:
             problems += conditions.bar_before_run(arms, stage, written_at, claim.expected, timed)
@@ -256,6 +263,9 @@ def conclude(
     if against is not None:
         decision, against_best = _combination(decision, against)
     axes = comparison.axes
+    # What was not claimed before the run decides nothing afterwards.
+    decides = comparison.claimed or decision.word in ("invalid", "unresolved")
+    recommendations = list(dict.fromkeys(text for text in decision.recommendations if text)) if decides else []
     return Verdict(
         point=comparison.candidate,
         metric=claim.metric,
@@ -289,7 +299,7 @@ def conclude(
         best_single=against.baseline if against else None,
         against_best=against_best,
         reasons=list(decision.reasons),
-        recommendations=list(dict.fromkeys(text for text in decision.recommendations if text)),
+        recommendations=recommendations,
         warnings=list(dict.fromkeys(warnings)),
     )
 

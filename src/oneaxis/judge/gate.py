@@ -192,12 +192,10 @@ def _too_noisy(evidence: Evidence, gate: Gate) -> Decision | None:
 def _tie(
     evidence: Evidence, low: float, high: float, bar: float, alpha: float, signed: Callable[[float], str], gate: Gate
 ) -> Decision:
-    if low == high == 0:
-        return Decision("tie", [f"no {evidence.unit} differs"], ["nothing to gain: choose by cost or simplicity"])
-    reasons = []
-    if low <= 0 <= high:
+    reasons = [f"no {evidence.unit} differs"] if evidence.deviation == evidence.effect == 0 else []
+    if low <= 0 <= high and not reasons:
         reasons.append("the interval holds zero")
-    if evidence.p_value > alpha:
+    if alpha < evidence.p_value < 1:
         reasons.append(f"p {evidence.p_value:.2g} is above {alpha:.2g}")
     largest = f"the largest gain still compatible is {signed(max(high, 0.0))}, the largest loss {signed(min(low, 0.0))}"
     recommendation = "choose by cost or simplicity"

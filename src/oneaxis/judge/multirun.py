@@ -61,6 +61,8 @@ def judge_points(plan: Plan, arms: Mapping[str, Sequence[Record]]) -> list[Verdi
     for point in candidates:
         for claim in claims:
             comparison = comparisons[point.name, claim.metric]
+            if comparison.idle:
+                continue
             best = best_part(point, claim, comparisons)
             against = None
             if best:
@@ -109,7 +111,7 @@ def headline_claims(arms: Mapping[str, Sequence[Record]], timed: bool) -> list[C
         chosen.append("calibrate/perplexity")
     chosen += [name for name in ("train_dpo/chosen_delta", "train_dpo/rejected_delta", "train_dpo/margin_delta")
                if name in names]  # fmt: skip
-    chosen += [name for name in shared if name.endswith(("/acc_bytes", "/pmi_dc", "/letter_permuted"))]
+    chosen += [name for name in shared if name.endswith(("/acc_bytes", "/pmi_dc"))]
     if timed:
         chosen += _timings(shared)
     claims = []

