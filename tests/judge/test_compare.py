@@ -266,9 +266,9 @@ TIMING_FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "the same measurement twice": (
         provenance(lambda p: p.update(started_at="2026-01-02T03:00:00.000+00:00")), "invalid", "are one measurement"),
     "not alternating": (in_blocks, "unresolved", "guard 11: 6 runs of one arm came without one of the other"),
-    "no lease": (provenance(lambda p: p.pop("lease")), "invalid", "c1: sweep was timed without a lease"),
+    "no lease": (provenance(lambda p: p.pop("lease")), "invalid", "c1 is INVALID: sweep: the device was not held"),
     "a shared lease": (
-        provenance(lambda p: p["lease"].update(exclusive=False)), "invalid", "did not hold cpu0-1 alone"),
+        provenance(lambda p: p["lease"].update(exclusive=False)), "invalid", "cpu0-1 was shared with other runs"),
     "a busy machine": (
         provenance(lambda p: p.update(load_before=[3.2, 1, 1])),
         "unresolved", "guard 10, stray tenants: c1: load average 3.2 on 2 CPUs"),

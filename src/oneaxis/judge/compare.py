@@ -189,7 +189,6 @@ def _conditions(arms: conditions.Arms, claim: Claim, stage: str, timed: bool, ax
             "run what is missing: `oneaxis run -m --resume` with the multirun's id",
         ))  # fmt: skip
     problems += conditions.one_session(arms, stage)
-    problems += conditions.device_held(arms, stage)
     problems += conditions.stray_tenants(arms, stage)
     problems += conditions.realised_alike(first, second, axes)
     if stage == "sweep":

@@ -2,8 +2,8 @@
 
 The guards of one run (1, 2, 3, 5, 6, 7) are judged by the sweep itself. Here are those of a comparison: 1 the arms'
 prefix-cache hit rates, 3 what the engine runs in both, 4 one axis, 9 stalls, 10 stray tenants, 12 the bar before the
-run, 13 equal warm-up, 14 equal conditions, one session, alternating order and the device held alone. Each gives
-problems: *invalid* voids the comparison, *unresolved* keeps it from deciding, a *warning* is to be kept in mind.
+run, 13 equal warm-up, 14 equal conditions, one session and alternating order. Each gives problems: *invalid* voids the
+comparison, *unresolved* keeps it from deciding, a *warning* is to be kept in mind.
 """
 
 import re
@@ -17,6 +17,7 @@ import polars as pl
 from oneaxis.config.schema import STAGE_SECTIONS, ServiceClass
 from oneaxis.judge.records import ABSENT, UPSTREAM, Record, differences
 from oneaxis.judge.units import CELL_LATENCY, Problem
+from oneaxis.judge.validity import differences as engine_differences
 from oneaxis.judge.validity import judge_run
 from oneaxis.load.metrics import capacity, per_request, summarise_cell
 from oneaxis.load.plan import rate_label
@@ -53,15 +54,13 @@ def arms_valid(arms: Arms, stage: str) -> Iterator[Problem]:
         if stale:
             said = f"{record.name}: {', '.join(stale)} ran with other settings than its params.yaml"
             yield invalid(said, "run it again")
-        # An engine other than the one asked for also gives other answers where it scores.
-        judged = judge_run(record.results, (*relied_on, *_engine_stages(record, stage)))
-        for reason in judged.reasons:
+        reasons = list(judge_run(record.results, relied_on).reasons)
+        if stage == "score" and record.settings.get("score", {}).get("engine") == "vllm":
+            # An engine other than the one asked for gives other answers where it scores.
+            reasons += [f"engine: {difference}" for difference in engine_differences(record.results)]
+        for reason in reasons:
             yield invalid(f"{record.name} is INVALID: {reason}", "mend what the guard names, then measure again")
     yield from _other_stages(arms, relied_on)
-
-
-def _engine_stages(record: Record, stage: str) -> tuple[str, ...]:
-    return ("serve",) if stage == "score" and record.settings.get("score", {}).get("engine") == "vllm" else ()
 
 
 def _other_stages(arms: Arms, relied_on: Sequence[str]) -> Iterator[Problem]:
@@ -372,19 +371,6 @@ def one_session(arms: Arms, stage: str) -> list[Problem]:
             "unresolved", f"guard 11: {longest} runs of one arm came without one of the other between them: a drift of "
             "the machine would look like an effect", "measure the arms in alternating order",
         )]  # fmt: skip
-    return []
-
-
-def device_held(arms: Arms, stage: str) -> list[Problem]:
-    """A timing counts only when its stage held the device alone."""
-    for record in (record for arm in arms for record in arm):
-        lease = _provenance(record, stage).get("lease")
-        if not lease:
-            return [invalid(f"{record.name}: {stage} was timed without a lease of its device",
-                            "run it through `oneaxis run -m`, which takes one")]  # fmt: skip
-        if not lease.get("exclusive"):
-            return [invalid(f"{record.name}: {stage} did not hold {lease.get('device', 'its device')} alone",
-                            "stop what else runs there, or wait for it")]  # fmt: skip
     return []
 
 
