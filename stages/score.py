@@ -9,6 +9,7 @@ def work(stage: Stage) -> dict[str, float]:
     from oneaxis.serve import num_gpus
 
     stage.take_device("compute", gpus=num_gpus(stage.config.serve) if stage.config.score.engine == "vllm" else 0)
+    from oneaxis.dvc_plots import accuracy_by_scorer
     from oneaxis.score.scoring import read_items, score_checkpoint
 
     items = read_items(stage.artifact("prepare_data", "items.parquet"))
@@ -23,6 +24,7 @@ def work(stage: Stage) -> dict[str, float]:
     )
     scored.table.write_parquet(stage.out / "table.parquet")
     scored.items.write_parquet(stage.out / "items_scored.parquet")
+    accuracy_by_scorer(scored.metrics).write_csv(stage.out / "accuracy.csv")
     write_json(stage.out / "summary.json", scored.summary)
     stage.notes.update(items=len(items), dropped=scored.dropped, engine=stage.config.score.engine)
     return scored.metrics

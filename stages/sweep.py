@@ -18,6 +18,7 @@ def work(stage: Stage) -> dict[str, float]:
     import polars as pl
     from transformers import AutoTokenizer
 
+    from oneaxis.dvc_plots import over_rate
     from oneaxis.load.plan import check_fits, draw_plan, text_tokens
     from oneaxis.load.summary import flat_metrics, judge, report_lines, summarise, summary_document
     from oneaxis.load.sweep import run_sweep
@@ -43,6 +44,7 @@ def work(stage: Stage) -> dict[str, float]:
     sweep.requests.write_parquet(stage.out / "requests.parquet")
     sweep.samples.write_parquet(stage.out / "server_samples.parquet")
     cells.write_parquet(stage.out / "cells.parquet")
+    over_rate(cells).write_csv(stage.out / "over_rate.csv")
     write_json(stage.out / "summary.json", document)
     write_json(stage.out / "guards.json", [guard.as_json() for guard in verdicts])
     stage.notes.update(num_requests=plan.arrivals.height, num_warmup_requests=plan.warmups.height)

@@ -13,6 +13,7 @@ def work(stage: Stage) -> dict[str, float]:
     stage.take_device("compute", gpus=1)
     import polars as pl
 
+    from oneaxis.dvc_plots import training_curve
     from oneaxis.live import live_logger
     from oneaxis.preference.dpo import train_dpo
 
@@ -30,6 +31,7 @@ def work(stage: Stage) -> dict[str, float]:
         )
     finally:
         live.close()
+    training_curve(pl.read_parquet(stage.out / "train_log.parquet")).write_csv(stage.out / "curve.csv")
     stage.notes.update(notes)
     return {f"train_dpo/{name}": value for name, value in metrics.items()}
 

@@ -8,7 +8,7 @@
     oneaxis reset                put the default settings back into params.yaml
     oneaxis track                complete the MLflow runs: of the present state (after a bare `dvc repro`), of multiruns
     oneaxis doctor               say what this machine can run, and what is missing
-    oneaxis verify               re-hash the artifacts against their manifests
+    oneaxis verify               compare the artifacts with their manifests, params.yaml and dvc.lock
     oneaxis judge BASE CAND      compare two runs: accept, reject, tie, unresolved or INVALID, and why
     oneaxis ui [ID]              MLflow's pages: this multirun along its axis (default: the newest), and all runs
 
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         ("reset", _reset, "put the default settings back into params.yaml"),
         ("track", _track, "complete the MLflow runs of the present state and of all multiruns"),
         ("doctor", _doctor, "say what this machine can run"),
-        ("verify", _verify, "re-hash the artifacts against their manifests"),
+        ("verify", _verify, "compare the artifacts with their records"),
     ):
         commands.add_parser(name, help=text).set_defaults(action=action)
     judge = commands.add_parser("judge", help="compare two runs and say whether the candidate is accepted")
@@ -170,13 +170,13 @@ def _doctor(_options: argparse.Namespace) -> int:
 
 
 def _verify(_options: argparse.Namespace) -> int:
-    from oneaxis.artifacts import verify_artifacts
+    from oneaxis.verify import verify
 
-    problems = verify_artifacts(_project())
+    problems = verify(_project())
     for problem in problems:
         print(f"oneaxis: {problem}", file=sys.stderr)
     if not problems:
-        print("every artifact matches its manifest")
+        print("every artifact matches its manifest, params.yaml and dvc.lock")
     return 1 if problems else 0
 
 

@@ -223,4 +223,7 @@ def manifest_files(project: Path, stage: str) -> Any:
 def test_verify_finds_the_artifacts_whole(project: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "oneaxis.cli", "verify"], cwd=project, env=environment(project),
                           capture_output=True, text=True, check=False)  # fmt: skip
-    assert (done.returncode, done.stdout.strip()) == (0, "every artifact matches its manifest")
+    assert (done.returncode, done.stdout.strip()) == (
+        0,
+        "every artifact matches its manifest, params.yaml and dvc.lock",
+    )

@@ -1,0 +1,57 @@
+"""From the tables of a stage to the small CSV files that `dvc plots` draws (it reads no parquet).
+
+Each stage writes its own into its payload; `dvc.yaml` says how they are drawn. A number that does not exist has no
+row: Vega would draw an empty cell as zero.
+"""
+
+from collections.abc import Mapping
+
+import polars as pl
+
+PERCENTILES = ("p50", "p90", "p99")
+
+
+def training_curve(log: pl.DataFrame) -> pl.DataFrame:
+    """`train_log.parquet` as step, chosen_logp, rejected_logp, escape_logp, margin: nats, absolute."""
+    return log.select(
+        "step",
+        pl.col("logps/chosen").alias("chosen_logp"),
+        pl.col("logps/rejected").alias("rejected_logp"),
+        pl.col("probe/escape_logp").alias("escape_logp"),
+        pl.col("rewards/margins").alias("margin"),
+    )
+
+
+def nll_by_sequence(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
+    """Two tables of `heldout_nll.parquet` as sequence, nll_before, nll_after: means over tokens, nats."""
+    means = [
+        table.group_by("sequence").agg(pl.col("nll").mean().round(6).alias(f"nll_{side}"))
+        for table, side in ((before, "before"), (after, "after"))
+    ]
+    return means[0].join(means[1], on="sequence", validate="1:1").sort("sequence")
+
+
+def over_rate(cells: pl.DataFrame) -> pl.DataFrame:
+    """A sweep's cells as shape, rate_rps, panel, line, value: latency percentiles, goodput and attainment."""
+    rows = []
+    for cell in cells.sort("shape", "rate_rps").iter_rows(named=True):
+        at = {"shape": cell["shape"], "rate_rps": cell["rate_rps"]}
+        drawn = [
+            (f"{latency.upper()}, ms", percentile, cell[f"{latency}_{percentile}_ms"])
+            for latency in ("ttft", "tpot")
+            for percentile in PERCENTILES
+        ]
+        drawn += [("goodput, tok/s", "all", cell["goodput_tok_s"]), ("attainment", "all", cell["attainment"])]
+        rows += [{**at, "panel": panel, "line": line, "value": float(value)} for panel, line, value in drawn
+                 if value is not None]  # fmt: skip
+    return pl.DataFrame(rows)
+
+
+def accuracy_by_scorer(metrics: Mapping[str, float]) -> pl.DataFrame:
+    """`score/<task>/<scorer>` as scorer (`<task> <scorer>`), accuracy, stderr: what has a standard error."""
+    rows = [
+        {"scorer": " ".join(name.split("/")[1:]), "accuracy": value, "stderr": metrics[f"{name}_stderr"]}
+        for name, value in sorted(metrics.items())
+        if f"{name}_stderr" in metrics
+    ]
+    return pl.DataFrame(rows, schema={"scorer": pl.String, "accuracy": pl.Float64, "stderr": pl.Float64})
