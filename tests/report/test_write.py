@@ -14,7 +14,7 @@ from oneaxis.artifacts import read_json, write_json
 from oneaxis.errors import UserError
 from oneaxis.judge.validity import Validity, judge_run
 from oneaxis.report import write_report
-from oneaxis.report.facts import card
+from oneaxis.report.facts import card, question
 from oneaxis.report.results import read_results
 
 Make = Callable[..., Path]
@@ -272,3 +272,32 @@ def test_card_has_at_most_60_words(artifacts: Make, reason: str) -> None:
     assert len(words.split()) <= 60
     assert "[report.html](report.html)" in words
     assert "(and 4 more)" in words
+
+
+def test_page_of_a_heavy_load_stays_small(artifacts: Make, tmp_path: Path, params: dict[str, Any]) -> None:
+    """About 12,000 requests: plots draw some of them and say so, tables count all."""
+    folder = artifacts(load={**params["load"], "rates_rps": [5.0, 15.0], "duration_s": 300.0})
+    requests = pl.read_parquet(folder / "sweep" / "requests.parquet").height
+    assert requests > 10_000
+    _, page, _ = write(folder, tmp_path)
+    assert (tmp_path / "out" / "report.html").stat().st_size < 1_000_000
+    assert "300 of up to 4," in page.text
+    counted = sum(int(page.row(shape["name"], rate)[2].replace(",", "")) for shape in params["load"]["shapes"]
+                  for rate in ("5", "15"))  # fmt: skip
+    assert counted == requests
+
+
+def test_question_names_what_was_done(artifacts: Make, tmp_path: Path) -> None:
+    asked = question(read_results(artifacts()))
+    assert asked.startswith("What does DPO training with W8A8 INT8 quantisation do to SmolLM2-135M-Instruct, ")
+    shutil.rmtree(tmp_path / "artifacts")
+    asked = question(read_results(artifacts(train={"kind": "none"}, quantize={"kind": "none"})))
+    assert asked.startswith("How good is SmolLM2-135M-Instruct as fetched, ")
+
+
+def test_capacity_is_marked_in_its_curve(whole: Whole) -> None:
+    """Of the summary: prefill_heavy 11.7 tokens/s at 0.5 req/s, decode_heavy none."""
+    _, _, page, text = whole
+    assert "Capacity: prefill_heavy 11.7 tokens/s at 0.5 req/s, decode_heavy none." in page.text
+    curve = text[text.index('aria-label="Goodput and attainment over the offered rate') :]
+    assert ">capacity</text>" in curve[: curve.index("</svg>")]
