@@ -40,3 +40,25 @@ def test_evidence_in_one_line() -> None:
     assert text.value_text(list(range(20))) == "0, 1, 2, 3, 4, 5, 6, 7, … (20 in all)"
     assert text.value_text(-1.25) == "−1.25"
     assert text.value_text(17730.0) == "17,730"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [((-0.31, -0.4, -0.22), ("−0.31", "[−0.40, −0.22]")), ((0.0, -0.24, 0.24), ("0.00", "[−0.24, +0.24]")),
+     ((-1234.5, -1300.0, -1169.0), ("−1,234", "[−1,300, −1,169]")), ((-0.3, None, -0.2), ("−0.300", "no interval")),
+     ((None, None, None), ("–", "–")), ((float("nan"), 0.0, 1.0), ("–", "–")),
+     ((3e-9, 1e-9, 5e-9), ("+3.00e−9", "[+1.00e−9, +5.00e−9]"))],
+)  # fmt: skip
+def test_effect_and_interval_share_their_places(given: tuple[float | None, ...], shown: tuple[str, str]) -> None:
+    """Two digits of the interval's width: 0.18 wide gives hundredths, 131 wide gives units."""
+    assert text.effect(*given) == shown
+
+
+def test_units_in_the_plural() -> None:
+    assert [text.plural(n, "item") for n in (1, 16, None)] == ["1 item", "16 items", "–"]
+    assert (text.plural(3, None), text.plural(1234, "series")) == ("3", "1,234 series")
+
+
+def test_long_names_keep_both_ends() -> None:
+    assert text.shorten("serve.engine_args.max_num_batched_tokens=4096", 21) == "serve.engi…okens=4096"
+    assert text.shorten("two\nlines", 20) == "two lines"

@@ -117,11 +117,11 @@ def _lines(bar: float | None, expected: float | None) -> list[Line2D]:
 
 def over_axis(comparison: Comparison, axis: str, values: Mapping[str, float], baseline: str) -> Plot | None:
     """The metric over the values of a numeric axis; a candidate's interval is that of its effect, from the baseline's
-    value. None when nothing was measured."""
+    value. None when fewer than three values were measured: the effect plot then says all."""
     at = next((float(row.verdict["baseline_value"]) for row in comparison.rows
                if isinstance(row.verdict.get("baseline_value"), int | float)), None)  # fmt: skip
     rows = sorted((row for row in comparison.rows if row.effect is not None), key=lambda row: values[row.point])
-    if at is None or not rows:
+    if at is None or len(rows) < 2:
         return None
     sound = [row for row in rows if row.sound]
 

@@ -102,8 +102,9 @@ def effect(value: float | None, low: float | None, high: float | None) -> tuple[
     places = max(0, 1 - math.floor(math.log10(width))) if width > 0 else 3
     if places > 6:
         return signed(value), f"[{signed(low)}, {signed(high)}]"
-    shown = [f"{end:+,.{places}f}".replace("-", "−") for end in (value, low, high)]
-    return shown[0], f"[{shown[1]}, {shown[2]}]"
+    shown = [f"{0:.{places}f}" if round(end, places) == 0 else f"{end:+,.{places}f}" for end in (value, low, high)]
+    value_shown, low_shown, high_shown = (end.replace("-", "−") for end in shown)
+    return value_shown, f"[{low_shown}, {high_shown}]"
 
 
 def plural(n: float | None, unit: str | None) -> str:

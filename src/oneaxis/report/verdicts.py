@@ -120,7 +120,7 @@ def _row(multirun: Multirun, point: Point, verdict: Verdict | None) -> Row:
         decision = DESCRIBED.get(decision, decision)
     if failed and decision != "invalid":
         decision, reasons = "invalid", [f"r{failed[0].job.repetition} failed", *reasons]
-    return Row(point.name, decision, ". ".join(reasons), finite(verdict.get("effect")), finite(verdict.get("ci_low")),
+    return Row(point.name, decision, "; ".join(reasons), finite(verdict.get("effect")), finite(verdict.get("ci_low")),
                finite(verdict.get("ci_high")), verdict)  # fmt: skip
 
 
@@ -143,20 +143,18 @@ def effect_table(multirun: Multirun, comparison: Comparison) -> Table:
     rows: list[list[str | Link]] = []
     for row in comparison.rows:
         v, p = row.verdict, finite(row.verdict.get("p_value"))
-        about = [str(v["test"])] if v.get("test") else []
-        if (adjusted := finite(v.get("p_adjusted"))) is not None:
-            about.append(f"{_p_value(adjusted)} by Holm over {v.get('num_claims')} claims")
-        tested = f" ({'; '.join(about)})" if about else ""
+        adjusted = finite(v.get("p_adjusted"))
+        holm = f"p {_p_value(adjusted)} by Holm over {v.get('num_claims')} claims" if adjusted is not None else ""
         rows.append([
             _to_page(multirun, row.point), WORDS.get(row.decision, row.decision),
             text.number(finite(v.get("baseline_value")), 4), text.number(finite(v.get("candidate_value")), 4),
-            *row.shown, text.plural(finite(v.get("n")), v.get("unit_of_pairing")),
-            f"{_p_value(p)}{tested}" if p is not None else text.NONE,
-            text.signed_percent(finite(v.get("relative_effect"))), row.reason,
+            *row.shown, text.signed_percent(finite(v.get("relative_effect"))),
+            text.plural(finite(v.get("n")), v.get("unit_of_pairing")), _p_value(p) if p is not None else text.NONE,
+            "; ".join(filter(None, [str(v.get("test") or ""), holm])), row.reason,
         ])  # fmt: skip
     return Table(
-        ("Point", "decision", "baseline", "candidate", "effect", "interval", "n", "p", "relative", "why"), rows,
-        "lsrrrrrrrl", caption=f"{comparison.metric}, by effect",
+        ("Point", "decision", "baseline", "candidate", "effect", "interval", "relative", "n", "p", "test", "why"), rows,
+        "lsrrrrrlrll", caption=f"{comparison.metric}, by effect",
         note=f"Effect: candidate − baseline ({multirun.plan.baseline.name})"
         f"{f', in {comparison.unit}' if comparison.unit else ''}. Interval: "
         f"{text.percent(multirun.plan.gate.get('confidence'), 0)}, paired. {expectation(comparison)}",
@@ -449,7 +447,7 @@ def _card(multirun: Multirun, comparison: Comparison, row: Row) -> Card:
     if comparison.claimed:
         expected = text.signed(comparison.expected) if comparison.expected is not None else "nothing stated"
         said.append(f"Expected {expected}, bar {text.number(comparison.bar) if comparison.bar else 'any effect'}.")
-    said += [f"{_cut(reason.rstrip('.'), 24)}." for reason in v.get("reasons") or []]
+    said += [_sentence(_cut(str(reason).rstrip("."), 24)) for reason in v.get("reasons") or []]
 
     def made(sentences: Sequence[str]) -> Card:
         return Card(row.decision, " ".join(sentences), date, evidence, f"{row.point}, {comparison.metric}")
@@ -459,6 +457,12 @@ def _card(multirun: Multirun, comparison: Comparison, row: Row) -> Card:
         if len(made([*kept, sentence]).plain.split()) <= CARD_WORDS:
             kept.append(sentence)
     return made(kept)
+
+
+def _sentence(words: str) -> str:
+    """With a capital where the first word is a plain one, and not a name such as `prefill_heavy`."""
+    first = words.partition(" ")[0]
+    return f"{words[:1].upper()}{words[1:]}." if first.isalpha() else f"{words}."
 
 
 def _cut(words: str, most: int) -> str:
