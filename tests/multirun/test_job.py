@@ -213,13 +213,13 @@ def test_kill_9_leaves_nothing_and_the_next_attempt_completes(project: Path, vic
     assert_all_free(project)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_job_stops_its_stage_and_has_no_record(project: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("whom", "number"), [("launcher", signal.SIGINT), ("worker", signal.SIGTERM)])
+def test_an_interrupted_job_stops_its_stage_and_has_no_record(project: Path, whom: str, number: signal.Signals) -> None:
     plan = planned(project, 0.5)
     (project.parent / "hold-calibrate").touch()
     job = start(project, plan, 0)
     wait_until(lambda: at_stage(project, "calibrate"))
-    worker_of(project).send_signal(number)
+    os.kill(job.pid if whom == "launcher" else worker_of(project).pid, number)
     _, errors = job.communicate(timeout=60)
     assert "KeyboardInterrupt" in errors
     assert read_status(record(project, plan, 0)) is None

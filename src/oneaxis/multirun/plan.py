@@ -473,14 +473,16 @@ def reached_stages(root: Path, config: Config) -> list[str]:
     """
     stages = YAML(typ="safe", pure=True).load((root / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
     paths = derived_paths(config.model_dump(mode="json"))
-    waiting: list[str] = [*config.experiment.targets] or [*STAGE_SECTIONS]
+    waiting: list[str] = [*config.experiment.targets] or [stage for stage in STAGE_SECTIONS if stage in stages]
     found: set[str] = set()
     while waiting:
         stage = waiting.pop()
         if stage in found:
             continue
+        if stage not in stages:
+            raise UserError(f"experiment.targets={stage}: no such stage in dvc.yaml; allowed: {', '.join(stages)}")
         found.add(stage)
-        for dependency in stages[stage]["deps"]:
+        for dependency in stages[stage].get("deps", []):
             path = re.sub(r"\$\{paths\.(\w+)\}", lambda match: paths[match[1]], dependency)
             if path.startswith(f"{ARTIFACTS}/"):
                 waiting.append(path.split("/")[1].split(".")[0])
