@@ -143,7 +143,7 @@ def test_two_multiruns_and_a_plain_run_at_once_share_what_they_have_in_common(pr
 
 @pytest.mark.slow
 def test_kill_9_at_many_moments_then_a_resume_ends_in_the_same_records(project: Path) -> None:
-    """Moments spread over a whole multirun; after each the same multirun is resumed and killed again, then completed."""
+    """Moments spread over a whole multirun; after each it is resumed and killed again, and at last completed."""
     process = start(project, ALPHAS, STAGE_SECONDS="0.3")
     wait_until(lambda: list((project / "multirun").glob("*/plan.json")))
     plan = only_multirun(project)

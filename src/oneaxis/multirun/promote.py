@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from oneaxis.artifacts import ARTIFACTS, write_json
+from oneaxis.artifacts import write_json
 from oneaxis.config.compose import PARAMS
 from oneaxis.errors import RunError, UserError
 from oneaxis.multirun.record import Job, job_folder, multirun_folder, read_plan, read_status
@@ -44,15 +44,16 @@ def promote(root: Path, multirun: str, point: str) -> str:
         stages = _merge_lock(record / LOCK, root / LOCK)
         shutil.copy2(record / PARAMS, root / PARAMS)
         try:
-            _check_out(root, stages)
+            not_cached = _check_out(root, stages)
         except RunError:
             for name in (PARAMS, LOCK):
                 (root / name).unlink(missing_ok=True)
                 if name in before:
                     (root / name).write_bytes(before[name])
             raise
-        for metrics in sorted(record.glob(f"{ARTIFACTS}/*.metrics.json")):
-            shutil.copy2(metrics, root / ARTIFACTS / metrics.name)
+        for name in not_cached:
+            (root / name).unlink(missing_ok=True)
+            shutil.copy2(record / name, root / name)
         (root / STATE).mkdir(exist_ok=True)
         write_json(root / STATE / "last_run.json", {"overrides": list(plan.point(point).overrides)})
     said = f"{multirun}/{point}: in the workspace ({', '.join(stages)})"
@@ -79,8 +80,8 @@ def _merge_lock(source: Path, target: Path) -> Sequence[str]:
     return list(own["stages"])
 
 
-def _check_out(root: Path, stages: Sequence[str]) -> None:
-    """Outputs of these stages from the cache.
+def _check_out(root: Path, stages: Sequence[str]) -> Sequence[str]:
+    """Outputs of these stages from the cache; returns those that DVC does not cache.
 
     Raises:
         RunError: when DVC cannot, in its words.
@@ -91,16 +92,13 @@ def _check_out(root: Path, stages: Sequence[str]) -> None:
     try:
         # DVC names stages relative to the working directory.
         with chdir(root), Repo(str(root)) as repo:
-            missing = [
-                out.def_path
-                for name in stages
-                for out in repo.stage.get_target(name).outs
-                if out.use_cache and out.changed_cache()
-            ]
+            outs = [out for name in stages for out in repo.stage.get_target(name).outs]
+            missing = [out.def_path for out in outs if out.use_cache and out.changed_cache()]
             if missing:
                 raise RunError(f"{', '.join(missing)}: no longer in the DVC cache; `oneaxis run` with the point's "
                                "settings makes them anew")  # fmt: skip
             repo.checkout(targets=list(stages), force=True)
+            return [out.def_path for out in outs if not out.use_cache]
     except (DvcException, OSError) as error:
         raise RunError(f"dvc checkout: {' '.join(str(error).split())[:300]}") from error
 
