@@ -24,7 +24,7 @@ stages:
     deps: [stages/stage.py, data/SOURCES.md]
     params: [model]
     outs: [artifacts/fetch_model]
-    metrics: [artifacts/fetch_model.metrics.json: {cache: false}]
+    metrics: [artifacts/fetch_model.metrics.json]
   calibrate:
     cmd: python stages/stage.py calibrate
     deps: [stages/stage.py, artifacts/fetch_model]

@@ -5,7 +5,6 @@ oneaxis clean ID ...     these multiruns: their records and refs
 oneaxis clean --cache    what neither the workspace nor a remaining multirun uses, out of the DVC cache
 """
 
-import fcntl
 import os
 import shutil
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from ruamel.yaml import YAML
 
 from oneaxis.errors import UserError
 from oneaxis.multirun.flight import FLIGHT
+from oneaxis.multirun.locks import take
 from oneaxis.multirun.record import MULTIRUN, PLAN, multirun_folder, read_status
 from oneaxis.multirun.run import RUNNING, hold
 from oneaxis.multirun.slots import SLOTS, free_slots, remove
@@ -74,12 +74,9 @@ def clean_slots(root: Path) -> str:
 
 
 def _remove_unheld(path: Path) -> None:
-    with path.open("a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return
-        path.unlink(missing_ok=True)
+    if lock := take(path):
+        with lock:
+            path.unlink(missing_ok=True)
 
 
 def clean_cache(root: Path) -> str:

@@ -6,10 +6,8 @@ runs, how many times each stage will. Whoever holds the lock of a key runs the s
 waited then find it in DVC's run cache.
 """
 
-import fcntl
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from typing import Any
 
 from oneaxis.artifacts import sha256_file
 from oneaxis.errors import UserError
+from oneaxis.multirun.locks import take
 from oneaxis.stage import STATE
 
 FLIGHT = "flight"
@@ -125,11 +124,7 @@ def single_flight(project: Path, key: str) -> Iterator[float]:
     folder = project / STATE / FLIGHT
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    path = folder / f"{key[:32]}.lock"
-    while True:
-        with path.open("a", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # `oneaxis clean` may have removed the file between our opening and locking it.
-            if path.exists() and path.stat().st_ino == os.fstat(lock.fileno()).st_ino:
-                yield time.monotonic() - started
-                return
+    lock = take(folder / f"{key[:32]}.lock", wait=True)
+    assert lock is not None
+    with lock:
+        yield time.monotonic() - started

@@ -5,7 +5,7 @@ the verdicts, the report and MLflow. `plan.json` is written before the first job
 multirun that died is resumed from what lies on disk.
 """
 
-import fcntl
+import itertools
 import os
 import signal
 import socket
@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +25,7 @@ from oneaxis.config.schema import Config, Measure
 from oneaxis.errors import UserError
 from oneaxis.multirun.flight import runs_each_time, stage_keys, stage_order
 from oneaxis.multirun.job import log_file, run_job
+from oneaxis.multirun.locks import take
 from oneaxis.multirun.plan import make_plan
 from oneaxis.multirun.record import MULTIRUN, Job, Plan, Status, job_folder, read_status, write_plan
 from oneaxis.multirun.slots import PLANNING, bring_files, end_left_overs, free_slots, take_slot
@@ -46,32 +47,33 @@ def run_multirun(root: Path, overrides: Sequence[str], resume: str | None, dry_r
         KeyboardInterrupt: when interrupted; the jobs that had ended are kept, and the words for resuming are printed.
     """
     plan = make_plan(root, overrides, resume=resume, now=datetime.now(UTC))
-    if not resume:
-        plan = replace(plan, snapshot=make_snapshot(root))
-    elif not has_commit(root, plan.snapshot):
-        raise UserError(f"--resume {resume}: its snapshot {plan.snapshot[:10]} is not in this repository; allowed: "
-                        "a multirun of this clone")  # fmt: skip
-    return execute(root, plan, dry_run=dry_run)
+    if resume:
+        if not has_commit(root, plan.snapshot):
+            raise UserError(f"--resume {resume}: its snapshot {plan.snapshot[:10]} is not in this repository; allowed: "
+                            "a multirun of this clone")  # fmt: skip
+        with hold(root, resume):
+            return _execute(root, plan, dry_run=dry_run)
+    plan = replace(plan, snapshot=make_snapshot(root))
+    with hold_new(root, plan) as named:
+        return _execute(root, named, dry_run=dry_run)
 
 
-def execute(root: Path, plan: Plan, *, dry_run: bool = False) -> int:
+def _execute(root: Path, plan: Plan, *, dry_run: bool) -> int:
     """Check, announce and run what is left of a plan, then judge, report and track it."""
     folder = root / MULTIRUN / plan.id
-    with hold(root, plan.id):
-        with free_slots(root) as free:
-            for tree in free:
-                end_left_overs(tree)
-        todo = [number for number, job in enumerate(plan.jobs) if not _is_done(folder, job)]
-        checked = check_points(root, plan, [plan.jobs[number] for number in todo] or plan.jobs[:1])
-        print(announce(plan, checked.runs if todo else Counter(), len(todo)), flush=True)
-        if dry_run:
-            return 0
-        folder.mkdir(parents=True, exist_ok=True)
-        pin(root, plan.id, "snapshot", plan.snapshot)
-        write_plan(folder, plan)
-        failed = _run_jobs(root, folder, plan, todo, checked.configs)
-        verdicts = _conclude(root, folder)
-    return exit_code(plan, failed, verdicts)
+    with free_slots(root) as free:
+        for tree in free:
+            end_left_overs(tree)
+    todo = [number for number, job in enumerate(plan.jobs) if not _is_done(folder, job)]
+    checked = check_points(root, plan, [plan.jobs[number] for number in todo] or plan.jobs[:1])
+    print(announce(plan, checked.runs if todo else Counter(), len(todo)), flush=True)
+    if dry_run:
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    pin(root, plan.id, "snapshot", plan.snapshot)
+    write_plan(folder, plan)
+    failed = _run_jobs(root, folder, plan, todo, checked.configs)
+    return exit_code(plan, failed, _conclude(root, folder))
 
 
 @contextmanager
@@ -83,13 +85,11 @@ def hold(project: Path, multirun: str) -> Iterator[None]:
     """
     path = project / STATE / RUNNING / f"{multirun}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.seek(0)
-            raise UserError(f"multirun {multirun}: is running now ({lock.read().strip()}); wait for it or stop "
-                            "it") from error  # fmt: skip
+    lock = take(path)
+    if lock is None:
+        holder = path.read_text(encoding="utf-8").strip()
+        raise UserError(f"multirun {multirun}: is running now ({holder}); wait for it or stop it")
+    with lock:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now(UTC):%H:%M:%S} UTC")
         lock.flush()
@@ -97,6 +97,22 @@ def hold(project: Path, multirun: str) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def hold_new(project: Path, plan: Plan) -> Iterator[Plan]:
+    """Hold a plan that has not run yet, under another id where one of the same second has its own."""
+    with ExitStack() as held:
+        for number in itertools.count(1):
+            name = plan.id if number == 1 else f"{plan.id}-{number}"
+            try:
+                held.enter_context(hold(project, name))
+            except UserError:
+                continue
+            if not (project / MULTIRUN / name).exists():
+                break
+            held.close()
+        yield replace(plan, id=name, session=name if plan.session == plan.id else plan.session)
 
 
 def _is_done(folder: Path, job: Job) -> bool:

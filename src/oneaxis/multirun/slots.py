@@ -6,7 +6,6 @@ slots share. A slot that a kill left broken is repaired or made anew. There are 
 at most `limit()`.
 """
 
-import fcntl
 import os
 import shutil
 import time
@@ -22,6 +21,7 @@ from ruamel.yaml.error import YAMLError
 
 from oneaxis.artifacts import ARTIFACTS
 from oneaxis.errors import RunError, UserError
+from oneaxis.multirun.locks import take
 from oneaxis.multirun.snapshot import git, repository
 from oneaxis.stage import STATE
 
@@ -71,11 +71,10 @@ def take_slot(project: Path, snapshot: str, *, name: str | None = None) -> Itera
     started = time.monotonic()
     while True:
         for candidate in names:
-            with (folder / f"{candidate}.lock").open("a+", encoding="utf-8") as lock:
-                if not _try(lock.fileno()):
-                    continue
-                if not _same(lock.fileno(), folder / f"{candidate}.lock"):
-                    continue
+            lock = take(folder / f"{candidate}.lock")
+            if lock is None:
+                continue
+            with lock:
                 waited = time.monotonic() - started
                 tree = folder / candidate
                 end_left_overs(tree)
@@ -87,19 +86,6 @@ def take_slot(project: Path, snapshot: str, *, name: str | None = None) -> Itera
         time.sleep(0.1)
 
 
-def _try(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _same(descriptor: int, path: Path) -> bool:
-    """Whether the file at `path` is still the one that was locked (`oneaxis clean` removes lock files)."""
-    return path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino
-
-
 @contextmanager
 def free_slots(project: Path) -> Iterator[list[Path]]:
     """Hold every slot that no job holds; yields their work trees."""
@@ -107,11 +93,8 @@ def free_slots(project: Path) -> Iterator[list[Path]]:
     held = []
     try:
         for path in sorted(folder.glob("*.lock")) if folder.is_dir() else []:
-            lock = path.open("a+", encoding="utf-8")
-            if _try(lock.fileno()):
+            if lock := take(path):
                 held.append((path.with_suffix(""), lock))
-            else:
-                lock.close()
         yield [path for path, _ in held]
     finally:
         for _, lock in held:
@@ -204,10 +187,18 @@ def _is_yaml(path: Path) -> bool:
 def _make(project: Path, tree: Path, snapshot: str) -> None:
     if tree.exists():
         shutil.rmtree(tree)
-    with (project / STATE / "worktrees.lock").open("a", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _registering(project):
         git(project, "worktree", "prune")
         git(project, "worktree", "add", "-f", "-f", "--detach", str(tree), snapshot)
+
+
+@contextmanager
+def _registering(project: Path) -> Iterator[None]:
+    """One process at a time changes git's list of work trees."""
+    lock = take(project / STATE / "worktrees.lock", wait=True)
+    assert lock is not None
+    with lock:
+        yield
 
 
 def remove(project: Path, tree: Path) -> None:
@@ -215,8 +206,7 @@ def remove(project: Path, tree: Path) -> None:
     end_left_overs(tree)
     if tree.exists():
         shutil.rmtree(tree)
-    with (project / STATE / "worktrees.lock").open("a", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _registering(project):
         git(project, "worktree", "prune")
     tree.with_name(f"{tree.name}.lock").unlink(missing_ok=True)
 
