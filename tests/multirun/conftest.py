@@ -81,6 +81,8 @@ def environment(root: Path) -> dict[str, str]:
         "COUNTER": str(root.parent / "counter"),
         "GIT_CONFIG_GLOBAL": "/dev/null",
         "GIT_CONFIG_SYSTEM": "/dev/null",
+        # A store that is away at once: what MLflow shows is tested where it is written.
+        "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",
     }
 
 

@@ -62,6 +62,9 @@ def run_job(project: Path, multirun_id: str, index: int) -> Status:
     if status is None:
         end_processes(_belonging_to(worker.pid))
         status = _killed(target, worker.pid, code, started, log)
+    from oneaxis.track import track_job
+
+    track_job(project, folder, plan, job)
     return status
 
 

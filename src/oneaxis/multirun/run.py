@@ -184,6 +184,9 @@ def announce(plan: Plan, runs: Counter[str], left: int) -> str:
 
 def _run_jobs(root: Path, folder: Path, plan: Plan, todo: Sequence[int], configs: Sequence[Config]) -> list[str]:
     """Run the jobs; returns one line for each that failed."""
+    from oneaxis.track import open_parent
+
+    open_parent(root, plan)
     os.environ["ONEAXIS_MULTIRUN"] = f"{socket.gethostname()}:{os.getpid()}"
     statuses: list[Status] = []
     with _interruptible(plan.id), _progress(folder, plan, todo):
