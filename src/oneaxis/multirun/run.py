@@ -73,7 +73,8 @@ def _execute(root: Path, plan: Plan, *, dry_run: bool) -> int:
     pin(root, plan.id, "snapshot", plan.snapshot)
     write_plan(folder, plan)
     failed = _run_jobs(root, folder, plan, todo, checked.configs)
-    return exit_code(plan, failed, _conclude(root, folder))
+    judged = _conclude(root, folder)
+    return 1 if failed else judged
 
 
 @contextmanager
@@ -264,13 +265,17 @@ def describe(status: Status) -> str:
 # --- after the last job ------------------------------------------------------------------------------------------
 
 
-def _conclude(root: Path, folder: Path) -> Sequence[Any]:
-    return []
+def _conclude(root: Path, folder: Path) -> int:
+    """Verdicts, report and MLflow from the records, whatever is there of them; returns the verdicts' exit code."""
+    from oneaxis.judge.multirun import exit_code, judge_multirun
+    from oneaxis.judge.text import verdict_text
+    from oneaxis.report.multirun import write_multirun_report
+    from oneaxis.track import finish_multirun
 
-
-def exit_code(plan: Plan, failed: Sequence[str], verdicts: Sequence[Any]) -> int:
-    """0; 1 when a job failed, a comparison is INVALID, or claims were declared and no candidate was accepted."""
-    if failed or any(not verdict.valid for verdict in verdicts):
-        return 1
-    claimed = [verdict for verdict in verdicts if verdict.claim]
-    return 1 if plan.experiment["claims"] and not any(verdict.decision == "accept" for verdict in claimed) else 0
+    verdicts = judge_multirun(folder)
+    page = write_multirun_report(folder)
+    run = finish_multirun(root, folder)
+    print(f"\n{verdict_text(verdicts)}\n\nreport: {page}")
+    if run:
+        print(f"MLflow run {run}: `oneaxis ui {folder.name}` shows it", flush=True)
+    return exit_code(verdicts)
