@@ -104,6 +104,7 @@ def test_a_failing_job_stops_no_other_and_a_resume_runs_only_it(project: Path) -
     assert "was planned with" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_in_130_with_the_way_on(project: Path, number: signal.Signals) -> None:
     hold = project.parent / "hold-quantize"
@@ -126,6 +127,7 @@ def test_an_interrupt_ends_in_130_with_the_way_on(project: Path, number: signal.
     assert ran(project) == ["fetch_model", "calibrate", "quantize", "quantize", "quantize"]
 
 
+@pytest.mark.slow
 def test_two_multiruns_and_a_plain_run_at_once_share_what_they_have_in_common(project: Path) -> None:
     first = start(project, ALPHAS, STAGE_SECONDS="1")
     second = start(project, "quantize.smooth.alpha=0.8,0.9", STAGE_SECONDS="1")

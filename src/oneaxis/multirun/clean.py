@@ -8,6 +8,7 @@ oneaxis clean --cache    what neither the workspace nor a remaining multirun use
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from oneaxis.multirun.flight import FLIGHT
 from oneaxis.multirun.locks import take
 from oneaxis.multirun.record import MULTIRUN, PLAN, multirun_folder, read_status
 from oneaxis.multirun.run import RUNNING, hold
-from oneaxis.multirun.slots import SLOTS, free_slots, remove
+from oneaxis.multirun.slots import PLANNING, SLOTS, free_slots, remove
 from oneaxis.multirun.snapshot import git, refs, repository
 from oneaxis.pipeline import work_tree
 from oneaxis.stage import STATE
@@ -91,23 +92,27 @@ def clean_cache(root: Path) -> str:
     from dvc_data.hashfile.gc import gc
     from dvc_data.hashfile.hash_info import HashInfo
 
-    commits, locks = [], [root / "dvc.lock"]
-    for plan in sorted((root / MULTIRUN).glob(f"*/{PLAN}")):
-        with hold(root, plan.parent.name):
-            for record in sorted(plan.parent.glob("points/*/r*")):
-                status = read_status(record)
-                if status and status.commit:
-                    commits.append(status.commit)
-                    locks.append(record / "dvc.lock")
-    with work_tree(root), free_slots(root) as free, Repo(str(root)) as repo, repo.lock:
-        folder = root / STATE / SLOTS
-        if folder.is_dir() and len(list(folder.glob("*.lock"))) > len(free):
+    folder = root / STATE / SLOTS
+    folder.mkdir(parents=True, exist_ok=True)
+    # A multirun that begins meanwhile waits for it.
+    (folder / f"{PLANNING}.lock").touch()
+    with ExitStack() as held:
+        held.enter_context(work_tree(root))
+        records = []
+        for plan in sorted((root / MULTIRUN).glob(f"*/{PLAN}")):
+            held.enter_context(hold(root, plan.parent.name))
+            records += sorted(plan.parent.glob("points/*/r*"))
+        free = held.enter_context(free_slots(root))
+        if len(list(folder.glob("*.lock"))) > len(free):
             raise UserError("clean --cache: a job is at work in a slot; wait for it or stop it")
+        repo = held.enter_context(Repo(str(root)))
+        held.enter_context(repo.lock)
+        commits = [status.commit for record in records if (status := read_status(record)) and status.commit]
         before = size_bytes(Path(repo.cache.local_cache_dir))
         used: set[Any] = set()
         for found in repo.used_objs(revs=commits).values():
             used |= found
-        used |= {HashInfo("md5", md5) for md5 in _recorded(locks)}
+        used |= {HashInfo("md5", md5) for md5 in _recorded([root / "dvc.lock", *(r / "dvc.lock" for r in records)])}
         gc(repo.cache.local, used)
         freed = before - size_bytes(Path(repo.cache.local_cache_dir))
     return f"cache: {_mib(freed)} freed; kept what the workspace and {len(commits)} jobs of multiruns use"

@@ -103,7 +103,7 @@ def _content(path: Path, stage: str, hashes: MutableMapping[str, str]) -> str:
     return hashes[str(path)]
 
 
-LARGE_BYTES = 16 * 2**20
+LARGE_BYTES = 100 * 2**20
 
 
 def _quick(path: Path) -> str:

@@ -19,6 +19,7 @@ import psutil
 from oneaxis.multirun.record import Job, Status, job_folder, multirun_folder, read_plan, read_status
 from oneaxis.multirun.slots import end_processes
 from oneaxis.multirun.worker import finish
+from oneaxis.pipeline import no_room
 
 LOGS = "logs"
 STOP_S = 120.0
@@ -91,16 +92,20 @@ def _belonging_to(worker: int) -> list[psutil.Process]:
 
 
 def _killed(target: Path, worker: int, code: int, started: float, log: Path) -> Status:
-    """The record of a job whose worker could not write one."""
+    """The status of a job whose worker could not write one, with a record that holds no more."""
     how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with {code}"
-    target.parent.mkdir(parents=True, exist_ok=True)
+    message = no_room([target.parent]) or f"its process {worker} {how}; {log} has its last words"
+    status = Status(
+        state="failed", exit_code=1, message=message, ran=[], stage_seconds={},
+        seconds=round(time.time() - started, 3), waited_s=0.0, commit="", node=socket.gethostname(), slot="",
+        finished_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+    )  # fmt: skip
     temporary = target.parent / f".tmp-{target.name}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    status = Status(
-        state="failed", exit_code=1, message=f"its process {worker} {how}; {log} has its last words", ran=[],
-        stage_seconds={}, seconds=round(time.time() - started, 3), waited_s=0.0, commit="", node=socket.gethostname(),
-        slot="", finished_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-    )  # fmt: skip
-    finish(temporary, target, status)
+    try:
+        temporary.mkdir(parents=True)
+        finish(temporary, target, status)
+    except OSError:
+        # A full disk takes no record either: the job counts as one that did not end.
+        shutil.rmtree(temporary, ignore_errors=True)
     return status

@@ -188,7 +188,6 @@ def _run_jobs(root: Path, folder: Path, plan: Plan, todo: Sequence[int], configs
     from oneaxis.track import open_parent
 
     open_parent(root, plan)
-    os.environ["ONEAXIS_MULTIRUN"] = f"{socket.gethostname()}:{os.getpid()}"
     statuses: list[Status] = []
     with _interruptible(plan.id), _progress(folder, plan, todo):
         if todo:
@@ -275,7 +274,8 @@ def _conclude(root: Path, folder: Path) -> int:
     verdicts = judge_multirun(folder)
     page = write_multirun_report(folder)
     run = finish_multirun(root, folder)
-    print(f"\n{verdict_text(verdicts)}\n\nreport: {page}")
+    said = f"{verdict_text(verdicts)}\n\n" if verdicts else "nothing was compared\n"
+    print(f"\n{said}report: {page}", flush=True)
     if run:
         print(f"MLflow run {run}: `oneaxis ui {folder.name}` shows it", flush=True)
     return exit_code(verdicts)

@@ -290,13 +290,6 @@ def _end_with_starter() -> None:
     if parent is None or str(parent.pid) != starter:
         raise KeyboardInterrupt
     watch(parent)
-    # On the multirun's own machine also with the multirun itself: a launcher's processes may outlive it.
-    host, _, number_of = os.environ.get("ONEAXIS_MULTIRUN", "").rpartition(":")
-    if host == socket.gethostname():
-        try:
-            watch(psutil.Process(int(number_of)))
-        except psutil.NoSuchProcess as error:
-            raise KeyboardInterrupt from error
 
 
 def _stop_stages() -> None:
