@@ -7,6 +7,7 @@
     oneaxis clean [ID ...]       remove idle slots and stale locks, or these multiruns; --cache: what nothing uses
     oneaxis reset                put the default settings back into params.yaml
     oneaxis track                complete the MLflow runs: of the present state (after a bare `dvc repro`), of multiruns
+    oneaxis experiments          list the questions of conf/experiment/: axis, values, targets, cost
     oneaxis doctor               say what this machine can run, and what is missing
     oneaxis verify               compare the artifacts with their manifests, params.yaml and dvc.lock
     oneaxis judge BASE CAND      compare two runs: accept, reject, tie, unresolved or INVALID, and why
@@ -95,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     judge.add_argument("--bar", type=float, default=0.0, help="smallest effect that counts, in the metric's unit")
     judge.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     judge.set_defaults(action=_judge)
+    asked = commands.add_parser("experiments", help="list the questions of conf/experiment/")
+    asked.add_argument("--json", action="store_true", help="for programs")
+    asked.set_defaults(action=_experiments)
     pages = commands.add_parser("ui", help="MLflow's pages on 127.0.0.1")
     pages.add_argument("multirun", nargs="?", metavar="ID", help="a multirun (default: the newest)")
     pages.add_argument("--port", type=int, default=5000)
@@ -192,6 +196,12 @@ def _judge(options: argparse.Namespace) -> int:
         as_json=options.json,
         conf_dir=Path.cwd() / CONF,
     )
+
+
+def _experiments(options: argparse.Namespace) -> int:
+    from oneaxis.multirun.experiments import list_experiments
+
+    return list_experiments(_project(), as_json=options.json)
 
 
 def _ui(options: argparse.Namespace) -> int:

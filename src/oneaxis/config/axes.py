@@ -109,11 +109,10 @@ def _explained(
         return {}
     chosen = group_overrides(conf_dir, before.overrides)
     plain = flatten(compose_unresolved(conf_dir, chosen)[0])
-    target = flatten(compose_unresolved(conf_dir, group_overrides(conf_dir, after.overrides))[0])
+    swaps = {group: f"{group}={choice}" if (choice := after.choices.get(group)) else f"~{group}" for group in changed}
     swapped, brought = {}, {}
     for group in changed:
-        choice = after.choices.get(group)
-        values, brought[group] = compose_unresolved(conf_dir, [*chosen, f"{group}={choice}" if choice else f"~{group}"])
+        values, brought[group] = compose_unresolved(conf_dir, [*chosen, swaps[group]])
         swapped[group] = flatten(values)
     # A choice that another group's choice brings with it (`profile=tiny` chooses the model) is no axis of its own.
     tops = [
@@ -121,6 +120,8 @@ def _explained(
         for group in changed
         if not any(other != group and brought[other].get(group) == after.choices.get(group) for other in changed)
     ]
+    # Not the groups of `after`'s own overrides: an experiment's file sets keys too, which no choice explains.
+    target = flatten(compose_unresolved(conf_dir, [*chosen, *(swaps[group] for group in tops)])[0])
     owners = {}
     for key in own:
         was, is_now = plain.get(key, ABSENT), target.get(key, ABSENT)

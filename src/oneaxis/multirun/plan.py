@@ -186,7 +186,7 @@ def _sweep_values(conf: Path, given: str, override: Any, default: str | None) ->
         raise UserError(f"{given}: the first value is the baseline; allowed: values in an order of yours, no shuffle()")
     if override.value_type == ValueType.GLOB_CHOICE_SWEEP and not (conf / key).is_dir():
         raise UserError(f"{given}: {key} is no group; allowed: glob() for the choices of a group of conf/")
-    texts = list(override.sweep_string_iterator())
+    texts = [text.lower() if text in ("True", "False") else text for text in override.sweep_string_iterator()]
     if isinstance(override.value(), Glob):
         # The default comes first: with glob() the user gives no order, and the first value is the baseline.
         texts = [text for text in texts if text == default] + [text for text in texts if text != default]
@@ -310,7 +310,7 @@ def _drafts_of_settings(conf: Path, held: Sequence[str], *, combine: bool) -> li
         default = _compose(conf, "default", rest)
         name = next(iter(changes))
         value = default.choices.get(name, settings(default).get(name, "unset"))
-        baseline = _name(f"{_labels([name])[0]}={_short(_text(value))}")
+        baseline = _name(f"{_labels([name])[0]}={_short(shown(value))}")
         return [Draft("default" if baseline == names[0] else baseline, rest), Draft(names[0], held)]
     together = Draft(_name(",".join(names)), held, names if combine else [])
     singles = zip(names, changes.values(), strict=True) if combine else []
@@ -323,7 +323,7 @@ def _compare(conf: Path, drafts: Sequence[Draft], composed: Sequence[Composed], 
     Raises:
         UserError: naming the points and what differs.
     """
-    points = [Point(drafts[0].name, "baseline", list(drafts[0].overrides), [])]
+    points = [Point(drafts[0].name, "baseline", list(drafts[0].overrides), [], [])]
     for draft, one in zip(drafts[1:], composed[1:], strict=True):
         axes = differences(conf, composed[0], one)
         role = "combination" if len(axes) > 1 else "single"
@@ -358,7 +358,7 @@ def _too_many(baseline: Point, several: Sequence[Point]) -> str:
 
 def _list_axes(axes: Iterable[Axis]) -> str:
     return "; ".join(
-        f"{axis.name} ({_text(axis.before)} -> {_text(axis.after)}"
+        f"{axis.name} ({shown(axis.before)} -> {shown(axis.after)}"
         + (f", which moves {', '.join(axis.leaves)})" if axis.kind == "group" else ")")
         for axis in axes
     )
@@ -397,28 +397,28 @@ def _value(axis: str, value: Any) -> Value:
     """A value of `experiment.values` as an override."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
-    text = _text(value)
+    text = shown(value)
     plain = re.fullmatch(r"[A-Za-z_][\w./-]*", text) and text.lower() not in ("true", "false", "null", "nan", "inf")
     if isinstance(value, str) and not plain:
         text = str(QuotedString(value, Quote.single).with_quotes())
-    return Value(f"{axis}={text}", _text(value))
+    return Value(f"{axis}={text}", shown(value))
 
 
-def _text(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as people write it in an override."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_text, value))}]"
+        return f"[{','.join(map(shown, value))}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_text(one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{shown(one)}" for key, one in value.items()) + "}"
     return str(value)
 
 
 def _value_texts(values: Sequence[Any]) -> str:
-    return ", ".join(map(_text, values))
+    return ", ".join(map(shown, values))
 
 
 def _short(text: str) -> str:
