@@ -80,6 +80,12 @@ def test_a_group_lists_each_setting_that_it_moves(root: Path) -> None:
     )  # fmt: skip
 
 
+def test_what_is_absent_is_written_as_verdicts_read_it() -> None:
+    from oneaxis.judge.records import ABSENT as READ
+
+    assert ABSENT == READ
+
+
 def test_a_profile_lists_what_it_moves_in_every_section(root: Path) -> None:
     [axis] = found(root, [], ["profile=tiny"])
     assert (axis.kind, axis.before, axis.after) == ("group", "default", "tiny")

@@ -22,8 +22,8 @@ from oneaxis.config.compose import Composed, compose, compose_unresolved
 from oneaxis.errors import UserError
 from oneaxis.multirun.record import Axis
 
-ABSENT = "(absent)"
-"""Stands in an axis for the value of a setting that one side does not have."""
+ABSENT = "absent"
+"""Stands in an axis for the value of a setting that one side does not have, as in a verdict."""
 
 NOT_AXES = ("measure", "report.title", "experiment", "gate")
 GROUPS_NOT_AXES = ("experiment", "gate", "measure")
