@@ -1,12 +1,16 @@
 """`oneaxis judge`: what is printed, and its exit codes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from oneaxis.cli import main
+from oneaxis.config.compose import compose_raw
+from oneaxis.judge.command import found_axes
+from oneaxis.judge.records import find_records
 from tests.judge.records import edit, settings, write_run
 
 
@@ -51,6 +55,25 @@ def test_json_is_what_verdicts_json_holds(arms: tuple[str, str], capsys: pytest.
     (verdict,) = json.loads(capsys.readouterr().out)
     assert verdict["decision"] == "accept"
     assert verdict["effect"] == pytest.approx(verdict["baseline_value"] * np.expm1(-0.05))
+
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+def test_without_a_plan_the_choices_of_a_group_are_one_axis(tmp_path: Path) -> None:
+    """`pairs=all` against `pairs=ches pairs.value=...` moves two settings; only exact choices are one axis."""
+    every, ches = (compose_raw(CONF, [f"pairs={choice}"])["pairs"] for choice in ("all", "ches"))
+    (tmp_path / "conf").mkdir()
+    shutil.copytree(CONF, tmp_path / "conf", dirs_exist_ok=True)
+    (tmp_path / "conf" / "pairs" / "few.yaml").write_text("defaults: [ches, _self_]\nrule: count\nvalue: 9\n")
+    for arm, pairs in (("b", every), ("c", {**every, "rule": "count", "value": 9}), ("d", {**ches, "value": 0.5})):
+        write_run(tmp_path / arm, config={**settings(), "pairs": pairs})
+    runs = {arm: find_records(tmp_path / arm)[0] for arm in "bcd"}
+    (group,) = found_axes(runs["b"], runs["c"], tmp_path / "conf")
+    assert (group.name, group.kind, group.before, group.after) == ("pairs", "group", "all", "few")
+    assert set(group.leaves) == {"pairs.rule", "pairs.value"}
+    keys = found_axes(runs["b"], runs["d"], tmp_path / "conf")
+    assert [(axis.name, axis.kind) for axis in keys] == [("pairs.rule", "key"), ("pairs.value", "key")]
 
 
 @pytest.mark.parametrize(

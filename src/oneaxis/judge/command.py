@@ -5,17 +5,21 @@ INVALID comparison exits with 1.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from oneaxis.config.compose import compose
+from oneaxis.config.axes import flatten, same
+from oneaxis.config.compose import compose, compose_raw
 from oneaxis.config.schema import Claim, Gate
 from oneaxis.errors import UserError
 from oneaxis.judge import units
 from oneaxis.judge.compare import conclude, prepare
-from oneaxis.judge.conditions import DEFAULT_SESSION
+from oneaxis.judge.conditions import DEFAULT_SESSION, grouped_axes
 from oneaxis.judge.multirun import exit_code, headline_claims
-from oneaxis.judge.records import Record, find_records
+from oneaxis.judge.records import Record, differences, find_records
 from oneaxis.judge.text import verdict_text
+from oneaxis.multirun.record import Axis
 
 STANDARD_GATE = Gate(confidence=0.95, floor=0.95, max_spread=0.10, min_pairs=6)
 """Outside a project, that of conf/gate/cpu.yaml."""
@@ -48,9 +52,10 @@ def judge_folders(
     claims = [_claim(arms, metric, better, bar)] if metric else headline_claims(arms, timed)
     if not claims:
         raise UserError(f"{baseline} and {candidate}: no headline metric is in both; allowed: --metric NAME")
+    axes = found_axes(arms["baseline"][0], arms["candidate"][0], conf_dir)
     comparisons = [
         prepare(
-            arms["baseline"], arms["candidate"], claim, gate, names=(str(baseline), str(candidate)), axes=None,
+            arms["baseline"], arms["candidate"], claim, gate, names=(str(baseline), str(candidate)), axes=axes,
             combination=False, written_at=None, claimed=metric is not None, question="",
         )
         for claim in claims
@@ -63,6 +68,34 @@ def judge_folders(
         if not metric and not timed:
             print(f"\ntimings are left out: those of session `{DEFAULT_SESSION}` never support a verdict")
     return exit_code(verdicts)
+
+
+def found_axes(baseline: Record, candidate: Record, conf_dir: Path) -> list[Axis]:
+    """The axes in which two runs differ, without a plan: another `kind` is another choice of its group; so are several
+    settings of one section that are, in each run, exactly those of a choice of that group; anything else is a key."""
+    axes = grouped_axes(differences(baseline.settings, candidate.settings))
+    for section in sorted({axis.name.partition(".")[0] for axis in axes if axis.kind == "key"}):
+        own = [axis for axis in axes if axis.kind == "key" and axis.name.startswith(f"{section}.")]
+        if len(own) < 2:
+            continue
+        before, after = (_choice(conf_dir, section, record.settings[section]) for record in (baseline, candidate))
+        if before and after:
+            leaves = {key: pair for axis in own for key, pair in axis.leaves.items()}
+            axes = [axis for axis in axes if axis not in own] + [Axis(section, "group", before, after, leaves)]
+    return axes
+
+
+def _choice(conf_dir: Path, group: str, settings: Mapping[str, Any]) -> str | None:
+    """The choice of a group that gives these settings; None where there is none."""
+    for path in sorted((conf_dir / group).glob("*.yaml")):
+        try:
+            values = compose_raw(conf_dir, [f"{group}={path.stem}"])[group]
+        except UserError:
+            # A choice that needs a value of the user's is none that a file alone gives.
+            continue
+        if flatten(values).keys() == flatten(settings).keys() and same(values, settings):
+            return path.stem
+    return None
 
 
 def _session(record: Record) -> str:

@@ -152,7 +152,8 @@ def prepare(
     stage = claim.metric.partition("/")[0]
     timed = units.kind_of(claim.metric) == "repetitions"
     if stage not in UPSTREAM:
-        raise UserError(f"{claim.metric}: no stage of that name; allowed: a metric of {', '.join(UPSTREAM)}")
+        unknown = Problem("unresolved", f"no stage `{stage}` measures anything", f"claim one of {', '.join(UPSTREAM)}")
+        return Comparison(*names, claim, claimed, question, gate, list(axes or ()), None, [unknown])
     if not timed:
         baseline, candidate = baseline[:1], candidate[:1]
     arms = (list(baseline), list(candidate))

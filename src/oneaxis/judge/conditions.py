@@ -14,8 +14,9 @@ from typing import Any
 
 import polars as pl
 
+from oneaxis.config.axes import ABSENT
 from oneaxis.config.schema import STAGE_SECTIONS, ServiceClass
-from oneaxis.judge.records import ABSENT, UPSTREAM, Record, differences
+from oneaxis.judge.records import UPSTREAM, Record, differences
 from oneaxis.judge.units import CELL_LATENCY, Problem
 from oneaxis.judge.validity import differences as engine_differences
 from oneaxis.judge.validity import judge_run
@@ -45,6 +46,7 @@ def invalid(reason: str, recommendation: str) -> Problem:
 def arms_valid(arms: Arms, stage: str) -> Iterator[Problem]:
     """Every run ended, ran with its own settings, and is VALID in the stages that the metric rests on."""
     relied_on = (*UPSTREAM[stage], stage, *(("serve",) if stage == "sweep" else ()))
+    found: dict[str, list[str]] = {}
     for record in (record for arm in arms for record in arm):
         if not record.ended:
             said = f"{record.status.state}: {record.status.message}" if record.status else "did not end"
@@ -59,18 +61,30 @@ def arms_valid(arms: Arms, stage: str) -> Iterator[Problem]:
             # An engine other than the one asked for gives other answers where it scores.
             reasons += [f"engine: {difference}" for difference in engine_differences(record.results)]
         for reason in reasons:
-            yield invalid(f"{record.name} is INVALID: {reason}", "mend what the guard names, then measure again")
+            found.setdefault(reason, []).append(record.name)
+    for reason, names in found.items():
+        yield invalid(f"{_names(names)} INVALID: {reason}", "mend what the guard names, then measure again")
     yield from _other_stages(arms, relied_on)
 
 
 def _other_stages(arms: Arms, relied_on: Sequence[str]) -> Iterator[Problem]:
     """A run that is INVALID where the metric does not look is said, and voids nothing."""
     apart = [stage for stage in ("sweep", "score") if stage not in relied_on]
-    for record in (arm[0] for arm in arms if arm):
+    found: dict[str, list[str]] = {}
+    for record in (record for arm in arms for record in arm):
         there = [stage for stage in apart if stage in record.results.manifests]
-        judged = judge_run(record.results, there)
-        if judged.reasons:
-            yield Problem("warning", f"{record.name}: {'; '.join(judged.reasons)}; this metric does not rest on it")
+        for reason in judge_run(record.results, there).reasons:
+            found.setdefault(reason, []).append(record.name)
+    for reason, names in found.items():
+        yield Problem("warning", f"{_names(names)} INVALID elsewhere: {reason}; this metric does not rest on it")
+
+
+def _names(names: Sequence[str]) -> str:
+    """`b r0 is`, `b r0 and c r0 are`, `b r0, b r1 and 10 more runs are`."""
+    if len(names) == 1:
+        return f"{names[0]} is"
+    shown = names if len(names) == 2 else [*names[:2], f"{len(names) - 2} more runs"]
+    return f"{', '.join(shown[:-1])} and {shown[-1]} are"
 
 
 # --- 4. one axis ----------------------------------------------------------------------------------------------------

@@ -52,8 +52,10 @@ class Evidence:
 
     @property
     def relative(self) -> float | None:
-        """effect / baseline; None where the baseline is zero or its sign means nothing."""
-        return self.effect / self.baseline_value if self.baseline_value > 0 else None
+        """effect / baseline; None where a share of the baseline means nothing (log-probabilities, differences)."""
+        if self.kind in ("pairs", "nll") or self.baseline_value <= 0:
+            return None
+        return self.effect / self.baseline_value
 
     @property
     def unit(self) -> str:

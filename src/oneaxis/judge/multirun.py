@@ -8,14 +8,17 @@ the whole multirun. Where nothing is claimed the headline metrics are compared, 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from oneaxis.artifacts import write_json
 from oneaxis.config.schema import Claim, Gate
+from oneaxis.errors import UserError
 from oneaxis.judge import units
 from oneaxis.judge.compare import Comparison, Verdict, conclude, prepare
 from oneaxis.judge.conditions import DEFAULT_SESSION
 from oneaxis.judge.records import Record, read_record
 from oneaxis.judge.statistics import holm
-from oneaxis.multirun.record import Axis, Plan, Point, job_folder, read_plan
+from oneaxis.multirun.record import PLAN, Axis, Plan, Point, job_folder, read_plan
 
 VERDICTS = "verdicts.json"
 
@@ -41,8 +44,13 @@ def _arm(folder: Path, plan: Plan, point: Point) -> list[Record]:
 
 def judge_points(plan: Plan, arms: Mapping[str, Sequence[Record]]) -> list[Verdict]:
     """The verdicts of a plan, from the runs of its points."""
-    gate = Gate.model_validate(dict(plan.gate))
-    written = [Claim.model_validate(dict(claim)) for claim in plan.experiment.get("claims") or []]
+    try:
+        gate = Gate.model_validate(dict(plan.gate))
+        written = [Claim.model_validate(dict(claim)) for claim in plan.experiment.get("claims") or []]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{PLAN} of multirun {plan.id}: {error.title.lower()}.{where}: {first['msg']}") from error
     claims = written or headline_claims(arms, timed=plan.session != DEFAULT_SESSION)
     candidates = [point for point in plan.points if point.role != "baseline"]
 

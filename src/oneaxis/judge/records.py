@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from oneaxis.artifacts import ARTIFACTS
+from oneaxis.config.axes import ABSENT, flatten, is_no_axis, same
 from oneaxis.config.compose import PARAMS, read_params
 from oneaxis.errors import UserError
 from oneaxis.multirun.record import Status, read_status
 from oneaxis.report.results import Results, read_results
-
-ABSENT = "absent"
-APART = ("measure", "paths", "report")
-"""Sections that are never an axis: which measurement it is, what follows from the rest, how it is shown."""
 
 UPSTREAM: dict[str, tuple[str, ...]] = {
     "fetch_model": (),
@@ -103,23 +100,7 @@ def read_record(path: Path, name: str, repetition: int | None = None) -> Record:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ, by dotted key, without those that are never an axis. A missing one reads `absent`."""
-    one, other = _leaves(before), _leaves(after)
-    found = {}
-    for key in sorted(one.keys() | other.keys()):
-        values = one.get(key, ABSENT), other.get(key, ABSENT)
-        # 1 and 1.0 are one value; True and 1 are not.
-        same = values[0] == values[1] and isinstance(values[0], bool) == isinstance(values[1], bool)
-        if not same and key.partition(".")[0] not in APART:
-            found[key] = values
-    return found
-
-
-def _leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, part in value.items():
-        if isinstance(part, Mapping):
-            leaves.update(_leaves(part, f"{prefix}{key}."))
-        else:
-            leaves[f"{prefix}{key}"] = part
-    return leaves
+    """The settings that differ, by dotted key, without those that are no axis; a missing one is `ABSENT`."""
+    one, other = flatten(before), flatten(after)
+    pairs = {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in sorted(one.keys() | other.keys())}
+    return {key: pair for key, pair in pairs.items() if not is_no_axis(key) and not same(*pair)}
