@@ -394,6 +394,15 @@ def test_a_goodput_gain_that_costs_the_peak_is_rejected(timed_arms: Callable[...
     assert judged(arms, peak, "higher").decision == "reject"
 
 
+def test_a_load_that_the_stage_waited_for_is_a_warning(timed_arms: Callable[..., Arms]) -> None:
+    arms = timed_arms()
+    every(arms[1][:1], "sweep.provenance.json", lambda p: p.update(load_before=[3.2, 1, 1]))
+    every(arms[1][:1], "sweep.provenance.json", lambda p: p["lease"].update(waited_s=12.0))
+    verdict = judged(arms)
+    assert verdict.decision == "accept", verdict.reasons
+    assert any("load average 3.2 on 2 CPUs as sweep began, just after it had waited" in w for w in verdict.warnings)
+
+
 def test_cold_start_is_a_timing_of_serve(timed_arms: Callable[..., Arms]) -> None:
     arms = timed_arms(metric="serve/cold_start_s")
     assert judged(arms, "serve/cold_start_s").decision == "accept"
@@ -433,6 +442,17 @@ def test_another_text_is_invalid_with_its_file(tmp_path: Path) -> None:
     assert verdict.reasons == [
         "the inputs differ, and the axis does not explain it: artifacts/prepare_data/heldout.parquet"
     ]
+
+
+def test_another_tokenizer_leaves_no_pairs(tmp_path: Path) -> None:
+    """Sequences of the same length, of other tokens: their NLL is of another text."""
+    for arm, model in (("b", "/m"), ("c", "/other")):
+        write_run(tmp_path / arm, config=settings(model__path=model))
+        tokens = pl.DataFrame({"sequence": [0, 0], "position": [0, 1], "token_id": [5, len(model)]})
+        tokens.write_parquet(tmp_path / arm / "artifacts/calibrate/heldout_tokens.parquet")
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/perplexity_after"), GATE)
+    assert (verdict.decision, verdict.reasons) == (
+        "unresolved", ["the arms were not measured on the same tokens of the held-out text: no unit is in both"])  # fmt: skip
 
 
 def test_an_axis_that_changes_the_items_leaves_no_pairs(tmp_path: Path) -> None:
