@@ -451,8 +451,8 @@ def test_another_tokenizer_leaves_no_pairs(tmp_path: Path) -> None:
         tokens = pl.DataFrame({"sequence": [0, 0], "position": [0, 1], "token_id": [5, len(model)]})
         tokens.write_parquet(tmp_path / arm / "artifacts/calibrate/heldout_tokens.parquet")
     verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/perplexity_after"), GATE)
-    assert (verdict.decision, verdict.reasons) == (
-        "unresolved", ["the arms were not measured on the same tokens of the held-out text: no unit is in both"])  # fmt: skip
+    assert verdict.decision == "unresolved"
+    assert verdict.reasons == ["the arms were not measured on the same tokens of the held-out text: no unit is in both"]
 
 
 def test_an_axis_that_changes_the_items_leaves_no_pairs(tmp_path: Path) -> None:
