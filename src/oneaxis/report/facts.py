@@ -36,7 +36,7 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[str | Link]]
     align: str
-    """One letter a column: l, r, or s for a status, which takes the row's tone."""
+    """One letter a column: l, r, w for words that need room, or s for a status, which takes the row's tone."""
     caption: str = ""
     note: str = ""
     tones: Sequence[str] = field(default_factory=tuple)

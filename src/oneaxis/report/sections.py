@@ -348,7 +348,7 @@ def guards(results: Results) -> Section:
         ]
         for guard in found
     ]
-    section.tables.append(Table(("Guard", "", "evidence", "reason, and what to do"), rows, "lsll",
+    section.tables.append(Table(("Guard", "", "evidence", "reason, and what to do"), rows, "lsww",
                                 tones=["good" if guard["valid"] else "bad" for guard in found]))  # fmt: skip
     return section
 

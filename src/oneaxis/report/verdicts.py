@@ -154,7 +154,7 @@ def effect_table(multirun: Multirun, comparison: Comparison) -> Table:
         ])  # fmt: skip
     return Table(
         ("Point", "decision", "baseline", "candidate", "effect", "interval", "relative", "n", "p", "test", "why"), rows,
-        "lsrrrrrlrll", caption=f"{comparison.metric}, by effect",
+        "lsrrrrrlrww", caption=f"{comparison.metric}, by effect",
         note=f"Effect: candidate − baseline ({multirun.plan.baseline.name})"
         f"{f', in {comparison.unit}' if comparison.unit else ''}. Interval: "
         f"{text.percent(multirun.plan.gate.get('confidence'), 0)}, paired. {expectation(comparison)}",
@@ -374,7 +374,7 @@ def failures_table(multirun: Multirun) -> Table | None:
     rows = [[f"{point} {', '.join(which)}", state, code, said] for (point, state, code, said), which in groups.items()]
     if not rows:
         return None
-    return Table(("Job", "state", "exit code", "what it said"), rows, "lsrl", caption="Failures",
+    return Table(("Job", "state", "exit code", "what it said"), rows, "lsrw", caption="Failures",
                  tones=["bad"] * len(rows))  # fmt: skip
 
 
