@@ -83,6 +83,15 @@ def test_a_dry_run_and_refusals_run_and_leave_nothing(project: Path) -> None:
     assert not (project / "multirun").exists()
 
 
+def test_a_plain_run_ends_at_the_targets_of_the_experiment(project: Path) -> None:
+    variables = {key: value for key, value in environment(project).items() if key != "MLFLOW_TRACKING_URI"}
+    command = [sys.executable, "-m", "oneaxis.cli", "run", "experiment.targets=[calibrate]"]
+    done = subprocess.run(command, cwd=project, env=variables, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ran(project) == ["fetch_model", "calibrate"]
+    assert "no report: experiment.targets ends before it" in done.stdout
+
+
 def test_a_failing_job_stops_no_other_and_a_resume_runs_only_it(project: Path) -> None:
     fail = project.parent / "fail-quantize"
     fail.write_text("0.5", encoding="utf-8")
