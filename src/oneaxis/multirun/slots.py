@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from yaml import CSafeLoader, YAMLError, load
 
 from oneaxis.artifacts import ARTIFACTS
 from oneaxis.errors import RunError, UserError
@@ -177,9 +176,9 @@ def _is_sound(project: Path, tree: Path) -> bool:
 
 
 def _is_yaml(path: Path) -> bool:
-    """A kill in DVC's writing leaves half a `dvc.lock`."""
+    """A kill in DVC's writing leaves half a `dvc.lock`. Whether it can be read, the fast parser can say."""
     try:
-        return isinstance(YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8")), dict)
+        return isinstance(load(path.read_text(encoding="utf-8"), Loader=CSafeLoader), dict)
     except (OSError, YAMLError, UnicodeDecodeError):
         return False
 
