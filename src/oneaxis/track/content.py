@@ -37,7 +37,7 @@ DATASETS = {
     "probes": ("train_dpo", "probe"),
 }
 """Table of prepare_data -> the stage that reads it, and what for (MLflow's context of a dataset)."""
-SECRET = r"(?:[\w-]*(?:api[_-]?key|passw(?:or)?d|secret|access[_-]?key)|(?:[\w-]*[_-])?token)"
+SECRET = r"(?:[\w-]*(?:api[_-]?key|passw(?:or)?d|secret|access[_-]?key)|(?:[\w-]*(?:hf|hub|auth|access|api|bearer)[_-])?token)"
 """Names whose values are not shown (`api_key`, `hf_token`; not `max_tokens`)."""
 
 
@@ -80,10 +80,12 @@ def _is_secret(name: str) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """Text of any kind (JSON, YAML, HTML) without passwords in URIs and without the values of secret settings."""
+    """Text of any kind (JSON, YAML, HTML, overrides) without passwords in URIs and values of secret settings."""
     quoted = rf"""(?ix) ( (["']?) \b{SECRET} \2 \s*[:=]\s* ) (?: "[^"\n]+" | '[^'\n]+' )"""
-    bare = rf"""(?im)^(\s*(?:-\s+)?{SECRET}:[ \t]+)(?!null\s*$|['"{{\[])\S+[ \t]*$"""
-    return re.sub(bare, r"\1'***'", re.sub(quoted, r'\1"***"', redacted(text)))
+    line = rf"""(?im)^(\s*(?:-\s+)?{SECRET}:[ \t]+)(?!null\s*$|['"{{\[])\S+[ \t]*$"""
+    override = rf"""(?i)(\b{SECRET}=)(?!["'\s])[^\s"',}}\]]+"""
+    text = re.sub(quoted, r'\1"***"', redacted(text))
+    return re.sub(override, r"\1***", re.sub(line, r"\1'***'", text))
 
 
 def locked_stages(folder: Path) -> dict[str, Any]:

@@ -239,7 +239,7 @@ def _complete_job(
     """The job's run, complete; what it says of verdicts is what `verdicts.json` says now."""
     record = job_folder(folder, job)
     status = read_status(record)
-    if status is None or not (record / "params.yaml").is_file():
+    if status is None:
         return None
     key = job_key(plan.id, job.point, job.repetition)
     said = _record_hash(record, folder)
@@ -250,7 +250,9 @@ def _complete_job(
         run_id = open_child_run(client, experiment, project, key, end - int(status.seconds * 1000))
         run = client.get_run(run_id)
         if run.data.tags.get(RECORD_TAG) != said:
-            content = collect(record, computed=list(status.ran))
+            # A job that was killed has left nothing but its status.
+            whole = (record / "params.yaml").is_file()
+            content = collect(record, computed=list(status.ran)) if whole else Content()
             content.tags.update(_job_tags(plan, job, status, record))
             _add_verdicts(content, folder, plan, job, lambda key: runs.get(key) or _run_id(client, experiment, key))
             values = axis_values(plan)

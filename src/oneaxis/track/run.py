@@ -30,7 +30,7 @@ from oneaxis.live import (
 )
 from oneaxis.names import run_name
 from oneaxis.stage import STATE, git_state
-from oneaxis.track.content import collect, locked_stages, made_here
+from oneaxis.track.content import LONGEST_TAG, collect, locked_stages, made_here, without_secrets
 from oneaxis.track.write import register, write
 
 STATE_TAG = "oneaxis.state"
@@ -127,7 +127,7 @@ def _origin(root: Path, had: Mapping[str, str]) -> dict[str, str]:
         tags["git.dirty"] = str(git["dirty"]).lower()
     overrides = root / STATE / "last_run.json"
     if overrides.is_file():
-        tags["overrides"] = " ".join(read_json(overrides).get("overrides", [])) or "none"
+        tags["overrides"] = without_secrets(" ".join(read_json(overrides).get("overrides", [])))[:LONGEST_TAG] or "none"
     return tags
 
 

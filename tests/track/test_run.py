@@ -4,7 +4,6 @@ Faked: the artifacts (a few files by hand, by the stages' schemas) and `dvc.lock
 """
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -19,21 +18,13 @@ from mlflow import MlflowClient
 from oneaxis.artifacts import write_json
 from oneaxis.config import STAGE_SECTIONS, compose, write_params
 from oneaxis.errors import RunError, UserError
-from oneaxis.live import ensure_store, live_logger, mlflow_key
+from oneaxis.live import live_logger, mlflow_key
 from oneaxis.names import run_name
 from oneaxis.track import runs_page, track, track_in_stage
-from oneaxis.track.content import flat
+from oneaxis.track.content import flat, without_secrets
 from oneaxis.track.pages import unpacked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow", "ignore::FutureWarning:mlflow")
-
-
-@pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A migrated, empty store, made once: making one takes seconds."""
-    folder = tmp_path_factory.mktemp("store")
-    ensure_store(folder)
-    return folder / "mlflow.db"
 
 
 @pytest.fixture
@@ -273,24 +264,43 @@ def test_table_of_runs_opens_on_columns_that_exist(project: Path) -> None:
     assert run.data.metrics["acc_bytes"] == pytest.approx(0.3)
 
 
+def test_registry_points_to_the_checkpoint_when_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = project / "artifacts" / "quantize" / "manifest.json"
+    write_json(manifest, {"stage": "quantize", "params": {}, "notes": {},
+                          "files": {"checkpoint/model.safetensors": {"bytes": 1, "sha256": "e" * 64}}})  # fmt: skip
+    run_id = track(project)
+    assert client(project).get_run(run_id).data.tags["checkpoint.sha256"] == "e" * 64
+    assert not client(project).search_registered_models()
+    monkeypatch.setenv("ONEAXIS_REGISTER_MODEL", "mine")
+    for _ in range(2):
+        assert track(project) == run_id
+    (version,) = client(project).search_model_versions("name = 'mine'")
+    assert version.source == (project / "artifacts" / "quantize" / "checkpoint").as_uri()
+    assert (version.run_id, version.tags["checkpoint.sha256"]) == (run_id, "e" * 64)
+
+
+def test_long_settings_are_cut_and_say_so() -> None:
+    cut = flat({"a": {"b": "x" * 7000}})["a.b"]
+    assert len(cut) == 6000
+    assert cut.endswith("(cut: params.yaml, under Artifacts, has it whole)")
+
+
+@pytest.mark.parametrize(("text", "shown"), [
+    ('{"api_key": "k1", "n": 1}', '{"api_key": "***", "n": 1}'),
+    ("  hf_token: k1\n  max_tokens: 5\n", "  hf_token: '***'\n  max_tokens: 5\n"),
+    ("a.password=k1 b=2", "a.password=*** b=2"),
+    ('["x.secret=k1", "y"]', '["x.secret=***", "y"]'),
+    ("postgresql+psycopg2://me:k1@db:5432/x", "postgresql+psycopg2://me:***@db:5432/x"),
+    ('"tokens": "k1", "token_ids": [1], "bos_token: <s>', '"tokens": "k1", "token_ids": [1], "bos_token: <s>'),
+    ("hf_token: null", "hf_token: null"),
+])  # fmt: skip
+def test_secrets_are_told_from_settings(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+
+
 def test_settings_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"params\.yaml: missing"):
         track(tmp_path)
-
-
-@pytest.mark.slow
-def test_six_processes_on_a_fresh_store(tmp_path: Path, root: Path) -> None:
-    write_params(compose(root / "conf"), tmp_path)
-    code = "import sys; from pathlib import Path; from oneaxis.track import live_logger\n" \
-           "log = live_logger(Path(sys.argv[1])); log({'x': 1.0}, int(sys.argv[2])); log.close()"  # fmt: skip
-    environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
-    writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(i)], env=environment,
-                                stderr=subprocess.PIPE, text=True) for i in range(6)]  # fmt: skip
-    said = [writer.communicate(timeout=240)[1] for writer in writers]
-    assert [writer.returncode for writer in writers] == [0] * 6
-    assert not [line for text in said for line in text.splitlines() if "oneaxis:" in line]
-    (run,) = runs(tmp_path)
-    assert len(client(tmp_path).get_metric_history(run.info.run_id, "train/x")) == 6
 
 
 def test_names() -> None:
