@@ -151,6 +151,7 @@ def ensure_store(root: Path) -> str:
     # A server that goes away later must not hold anybody up for MLflow's defaults of several minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "8")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     uri = store_uri(root)
     check_answers(uri)
     if not uri.startswith("sqlite:///"):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from oneaxis.live import JOB_VARIABLE, job_key
 from oneaxis.multirun.record import Job, Status, job_folder, multirun_folder, read_plan, read_status
 from oneaxis.multirun.slots import end_processes
 from oneaxis.multirun.worker import finish
@@ -47,7 +48,8 @@ def run_job(project: Path, multirun_id: str, index: int) -> Status:
     if target.exists():
         shutil.rmtree(target)
     command = [sys.executable, "-m", "oneaxis.multirun.worker", str(project), multirun_id, str(index), str(started)]
-    environment = {**os.environ, "ONEAXIS_STARTER_PID": str(os.getpid())}
+    environment = {**os.environ, "ONEAXIS_STARTER_PID": str(os.getpid()),
+                   JOB_VARIABLE: job_key(multirun_id, job.point, job.repetition)}  # fmt: skip
     with log.open("w", encoding="utf-8") as output:
         # A session of its own: Ctrl-C of a terminal reaches it through us, once.
         worker = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
