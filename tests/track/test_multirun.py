@@ -235,6 +235,7 @@ def test_one_word_over_several_metrics() -> None:
     assert decision_of([verdict("accept", True), verdict("reject", False)]) == "accept"
     assert decision_of([verdict("accept", True), verdict("unresolved", True)]) == "unresolved"
     assert decision_of([verdict("tie", False), verdict("invalid", False)]) == "invalid"
+    assert decision_of([verdict("tie", False), verdict("accept", False), verdict("tie", False)]) == "1 better, 2 tie"
     assert decision_of([]) == "none"
 
 

@@ -37,7 +37,8 @@ DATASETS = {
     "probes": ("train_dpo", "probe"),
 }
 """Table of prepare_data -> the stage that reads it, and what for (MLflow's context of a dataset)."""
-SECRET = r"(?:[\w-]*(?:api[_-]?key|passw(?:or)?d|secret|access[_-]?key)|(?:[\w-]*(?:hf|hub|auth|access|api|bearer)[_-])?token)"
+SECRET = (r"(?:[\w-]*(?:api[_-]?key|passw(?:or)?d|secret|access[_-]?key)"
+          r"|(?:[\w-]*(?:hf|hub|auth|access|api|bearer)[_-])?token)")  # fmt: skip
 """Names whose values are not shown (`api_key`, `hf_token`; not `max_tokens`)."""
 
 

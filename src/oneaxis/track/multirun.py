@@ -318,9 +318,18 @@ def _verdicts(folder: Path) -> list[dict[str, Any]]:
 
 
 def decision_of(verdicts: list[dict[str, Any]]) -> str:
-    """One word for a candidate: over its claims when there are any, else over all that was compared."""
-    claims = [verdict for verdict in verdicts if verdict.get("claim")] or verdicts
-    return next((word for word in GRAVITY if any(verdict["decision"] == word for verdict in claims)), "none")
+    """A candidate's decision over its claims; where nothing was claimed, how many metrics are better, tie or worse."""
+    claims = [verdict for verdict in verdicts if verdict.get("claim")]
+    if claims or any(verdict["decision"] == "invalid" for verdict in verdicts):
+        return next(word for word in GRAVITY if any(verdict["decision"] == word for verdict in claims or verdicts))
+    words = [_word(verdict) for verdict in verdicts]
+    return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words))) or "none"
+
+
+def _word(verdict: Mapping[str, Any]) -> str:
+    """Nothing is accepted or rejected that nobody claimed."""
+    described = {"accept": "better", "reject": "worse"}
+    return str(verdict["decision"]) if verdict.get("claim") else described.get(verdict["decision"], verdict["decision"])
 
 
 def _add_verdicts(content: Content, folder: Path, plan: Plan, job: Job, run_of: Callable[[str], str | None]) -> None:
@@ -346,7 +355,7 @@ def _add_verdicts(content: Content, folder: Path, plan: Plan, job: Job, run_of: 
         for key, suffix in (("effect", ""), ("ci_low", "_ci_low"), ("ci_high", "_ci_high")):
             if verdict.get(key) is not None:
                 content.metrics[f"{name}{suffix}"] = float(verdict[key])
-        content.tags[f"decision.{verdict['metric']}"] = str(verdict["decision"])
+        content.tags[f"decision.{verdict['metric']}"] = _word(verdict)
         words.append(_row(verdict))
     if words:
         note = "\n".join([*HEADER, *words])
@@ -364,7 +373,7 @@ def _row(verdict: Mapping[str, Any]) -> str:
         return "–" if verdict.get(key) is None else f"{verdict[key]:.4g}"
 
     interval = "–" if verdict.get("ci_low") is None else f"{number('ci_low')} to {number('ci_high')}"
-    cells = (verdict["candidate"], verdict["metric"], f"**{verdict['decision']}**", number("baseline_value"),
+    cells = (verdict["candidate"], verdict["metric"], f"**{_word(verdict)}**", number("baseline_value"),
              number("candidate_value"), number("effect"), interval, number("p_value"))  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
@@ -405,9 +414,8 @@ def _parent_content(folder: Path, plan: Plan) -> Content:
         **_question(plan),
     }
     if verdicts:
-        content.tags["decision"] = ", ".join(
-            f"{decisions.count(word)} {word}" for word in reversed(GRAVITY) if word in decisions
-        )
+        counts = [f"{decisions.count(word)} {word}" for word in reversed(GRAVITY) if word in decisions]
+        content.tags["decision"] = ", ".join(counts) or "nothing claimed"
         content.tags["judged"] = ", ".join(judged_metrics(plan, verdicts))
     content.tags = {key: without_secrets(value)[:LONGEST_TAG] for key, value in content.tags.items()}
     content.params = {"axis": plan.axis or "several", "points": ", ".join(point.name for point in plan.points)[:6000]}
