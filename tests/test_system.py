@@ -8,11 +8,12 @@ from oneaxis.system import MAX_SAMPLES, Gpus, Series, sampled
 
 def test_a_block_is_sampled_from_beginning_to_end() -> None:
     began = time.time()
-    with sampled(period_s=0.02) as series:
-        time.sleep(0.2)
+    with sampled(period_s=0.15) as series:
+        while len(series.as_json().get("at_s", [])) < 3 and time.time() < began + 30:
+            time.sleep(0.02)
     told = series.as_json()
     assert len(told["at_s"]) >= 3
-    assert began <= told["at_s"][0] < told["at_s"][-1] <= time.time()
+    assert began - 0.1 <= told["at_s"][0] < told["at_s"][-1] <= time.time() + 0.1
     assert all(0 <= value <= 100 for value in told["cpu_utilization_percentage"])
     assert told["system_memory_usage_megabytes"][0] > 0
 

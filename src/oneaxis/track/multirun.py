@@ -75,7 +75,7 @@ def open_parent(project: Path, plan: Plan) -> str | None:
     """
 
     def work() -> str:
-        _track_multiruns(project, until=time.monotonic() + JOB_S / 2, skip=plan.id)
+        _track_multiruns(project, until=time.monotonic() + _patience_s(project) / 2, skip=plan.id)
         client, experiment, _ = connect(project)
         run_id = open_parent_run(client, experiment, project, plan.id, _ms(plan.created_at))
         write(client, client.get_run(run_id), _parent_content(project / MULTIRUN / plan.id, plan), status="RUNNING")
@@ -147,8 +147,7 @@ def _bounded(project: Path, work: Callable[[], Result], kept: str, patience: flo
 
     thread = threading.Thread(target=call, daemon=True, name="mlflow")
     thread.start()
-    # A file does not go away: on a busy machine it only takes its time, the making of a new store most of all.
-    seconds = patience * (FILE_S if store_uri(project).startswith("sqlite:") else JOB_S)
+    seconds = patience * _patience_s(project)
     thread.join(seconds)
     if result:
         (project / STATE / "mlflow_away.json").unlink(missing_ok=True)
@@ -160,6 +159,11 @@ def _bounded(project: Path, work: Callable[[], Result], kept: str, patience: flo
     print(f"oneaxis: MLflow ({where(project)}): {first_line(error)}; {kept}, and `oneaxis track` or the next multirun "
           "logs it", file=sys.stderr, flush=True)  # fmt: skip
     return None
+
+
+def _patience_s(project: Path) -> float:
+    """A file does not go away: on a busy machine it only takes its time, the making of a new store most of all."""
+    return FILE_S if store_uri(project).startswith("sqlite:") else JOB_S
 
 
 def _found_away(project: Path) -> bool:
