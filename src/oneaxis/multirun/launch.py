@@ -229,13 +229,13 @@ class JobCall:
                 _end_children(spare=before)
                 raise
         own_folder = not self.folder.is_dir() or not (self.folder / "lock").is_file()
-        try:
-            with self._own_process(index), self._lines(index):
+        with self._own_process(index), self._lines(index):
+            try:
                 result = _guarded(self.task, index)
-        except KeyboardInterrupt:
-            result = failed_status("interrupted", state="interrupted", code=130)
-        finally:
-            _end_children()
+            except KeyboardInterrupt:
+                result = failed_status("interrupted", state="interrupted", code=130)
+            finally:
+                _end_children()
         if own_folder:
             # Another host, without the project's folder: leave nothing of Hydra's there.
             shutil.rmtree(hydra.runtime.output_dir, ignore_errors=True)
@@ -279,7 +279,7 @@ class JobCall:
                     _end_children(grace_s=0)
                     os._exit(1)
                 # The launcher's own machinery may wait for a launcher that is gone.
-                time.sleep(5)
+                time.sleep(1)
                 os._exit(1)
 
     @contextmanager
@@ -296,7 +296,9 @@ class JobCall:
             read, write = os.pipe()
             os.dup2(write, number)
             os.close(write)
-            pump = threading.Thread(target=_pump, args=(read, kept[number - 1], f"[{self.labels[index]}] "), daemon=True)
+            pump = threading.Thread(
+                target=_pump, args=(read, kept[number - 1], f"[{self.labels[index]}] "), daemon=True
+            )
             pump.start()
             pumps.append(pump)
         try:
@@ -438,11 +440,14 @@ def _defaults(name: str, given: Sequence[str]) -> list[str]:
         "submitit_local": {"hydra.launcher.timeout_min": "10080", "hydra.launcher.stderr_to_stdout": "true"},
         "ray": {"+hydra.launcher.ray.remote.max_retries": "0"},
     }.get(name, {})
-    if name == "ray" and not any(key.startswith("hydra.launcher.ray.init.address") for key in keys):
-        ours |= {"+hydra.launcher.ray.init.include_dashboard": "false",
-                 "+hydra.launcher.ray.init._node_ip_address": "127.0.0.1"}  # fmt: skip
     if name == "ray":
+        joins = any(key == "hydra.launcher.ray.init.address" for key in keys) or "RAY_ADDRESS" in os.environ
         ours |= {"+hydra.launcher.ray.init.logging_level": "error"}
+        # The launcher asks for an object store of its size, which Ray refuses to who joins a cluster.
+        ours |= {"+hydra.launcher.ray.init.object_store_memory": "null"} if joins else {
+            "+hydra.launcher.ray.init.include_dashboard": "false",
+            "+hydra.launcher.ray.init._node_ip_address": "127.0.0.1",
+        }  # fmt: skip
     return [f"{key}={value}" for key, value in ours.items() if key.lstrip("+") not in keys]
 
 
@@ -515,7 +520,7 @@ def _interrupts(folder: Path) -> Iterator[None]:
 
 
 def _settle(folder: Path, *, interrupt: bool = False) -> None:
-    """Wait until no job of this launch runs on this host; with `interrupt`, tell them to stop, and kill what does not."""
+    """Wait until no job of this launch runs on this host; with `interrupt`, tell them to stop, then kill."""
     told: set[int] = set()
     deadline = time.monotonic() + GRACE_S + 10
     while alive := _running(folder):

@@ -12,7 +12,6 @@ A node is one of its own when `ONEAXIS_NODE_ROOT` is set there, or the multirun'
 import fcntl
 import hashlib
 import io
-import json
 import os
 import shutil
 import socket
@@ -27,15 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from oneaxis import __version__
-from oneaxis.artifacts import read_json
 from oneaxis.errors import RunError, UserError
 from oneaxis.multirun.job import log_file, run_job
 from oneaxis.multirun.record import MULTIRUN, PLAN, Plan, Status, job_folder, read_plan, write_status
+from oneaxis.multirun.share import NODE
 from oneaxis.multirun.snapshot import git, pin, repository
 from oneaxis.stage import STATE
 
-NODE = "ONEAXIS_NODE"
-"""In the environment of a job on a node of its own: its stages go through the remote (`multirun/worker.py`)."""
 LARGEST_BYTES = 64 * 2**20
 """The user's files that travel with the jobs, together."""
 
@@ -152,7 +149,9 @@ def _pack(root: Path, revisions: Sequence[str]) -> bytes:
 
 
 def _unpack(root: Path, pack: bytes) -> None:
-    done = subprocess.run(["git", "-C", str(root), "unpack-objects", "-q"], input=pack, capture_output=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(root), "unpack-objects", "-q"], input=pack, capture_output=True, check=False
+    )
     if done.returncode:
         raise RunError(f"git unpack-objects: {done.stderr.decode(errors='replace').strip()[:300]}")
 
@@ -287,74 +286,3 @@ def _returned(project: Path, payload: Payload, index: int, status: Status) -> Re
         pack=_pack(project, [status.commit, f"^{payload.snapshot}"]) if status.commit else b"",
         log=log.read_bytes() if log.is_file() else b"",
     )
-
-
-# --- around each stage of a job on a node ----------------------------------------------------------------------
-
-
-def shares(repo: Any) -> bool:
-    """Whether this job's stages go through a remote."""
-    return os.environ.get(NODE, "alone") != "alone" and bool(repo.config["core"].get("remote"))
-
-
-def fetch_stage(repo: Any, name: str) -> None:
-    """Bring the run cache entries for what this stage would compute from the remote; DVC then pulls their outputs.
-
-    A remote that does not answer costs computing, not the job.
-    """
-    from dvc.stage.cache import _can_hash, _get_stage_hash
-
-    try:
-        stage = _stage(repo, name)
-        stage.save_deps()
-        if not _can_hash(stage):
-            return
-        cache, key = repo.stage_cache, _get_stage_hash(stage)
-        odb = repo.cloud.get_remote_odb(None, "fetch --run-cache", hash_name="md5-dos2unix")
-        there = odb.fs.join(odb.path, "runs", key[:2], key)
-        if not odb.fs.exists(there):
-            return
-        here = Path(cache._get_cache_dir(key))
-        for entry in odb.fs.find(there):
-            target = here / odb.fs.name(entry)
-            if not target.is_file():
-                here.mkdir(parents=True, exist_ok=True)
-                temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-                odb.fs.get_file(entry, str(temporary))
-                temporary.replace(target)
-    except Exception as error:
-        print(f"oneaxis: {name}: nothing fetched from the remote: {_brief(error)}", flush=True)
-
-
-def share_stage(repo: Any, name: str) -> None:
-    """Push the outputs of a stage that ran, metrics included, then its run cache entry, which says they are there."""
-    from dvc.stage.cache import _can_hash, _get_cache_hash, _get_stage_hash
-    from dvc.stage.serialize import to_single_stage_lockfile
-
-    try:
-        stage = _stage(repo, name)
-        if not _can_hash(stage):
-            return
-        cache, key = repo.stage_cache, _get_stage_hash(stage)
-        entry = to_single_stage_lockfile(stage)
-        path = Path(cache._get_cache_path(key, _get_cache_hash(entry)))
-        for objects in cache._create_stage(entry, wdir=stage.wdir).get_used_objs().values():
-            if failed := repo.cloud.push(objects).failed:
-                raise RunError(f"{len(failed)} objects could not be pushed")
-        odb = repo.cloud.get_remote_odb(None, "push --run-cache", hash_name="md5-dos2unix")
-        target = odb.fs.join(odb.path, "runs", key[:2], key, path.name)
-        odb.fs.makedirs(odb.fs.parent(target), exist_ok=True)
-        odb.fs.put_file(str(path), target)
-    except Exception as error:
-        print(f"oneaxis: {name}: not pushed to the remote, other nodes compute it: {_brief(error)}", flush=True)
-
-
-def _stage(repo: Any, name: str) -> Any:
-    """The stage as its files say now; not the object that `repo.reproduce` holds, whose hashes must stay."""
-    from dvc.repo import Repo
-
-    return Repo(repo.root_dir).stage.load_one("dvc.yaml", name)
-
-
-def _brief(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

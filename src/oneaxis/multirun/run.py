@@ -24,8 +24,10 @@ from oneaxis.config.compose import compose, write_params
 from oneaxis.config.schema import Config, Measure
 from oneaxis.errors import UserError
 from oneaxis.multirun.flight import runs_each_time, stage_keys, stage_order
-from oneaxis.multirun.job import log_file, run_job
+from oneaxis.multirun.job import log_file
+from oneaxis.multirun.launch import check_launcher, launch, launcher_of
 from oneaxis.multirun.locks import take
+from oneaxis.multirun.node import job_task
 from oneaxis.multirun.plan import make_plan
 from oneaxis.multirun.record import MULTIRUN, Job, Plan, Status, job_folder, read_status, write_plan
 from oneaxis.multirun.slots import PLANNING, bring_files, end_left_overs, free_slots, take_slot
@@ -66,6 +68,7 @@ def _execute(root: Path, plan: Plan, *, dry_run: bool) -> int:
             end_left_overs(tree)
     todo = [number for number, job in enumerate(plan.jobs) if not _is_done(folder, job)]
     checked = check_points(root, plan, [plan.jobs[number] for number in todo] or plan.jobs[:1])
+    check_launcher(root / "conf", plan.launcher, checked.configs)
     print(announce(plan, checked.runs if todo else Counter(), len(todo)), flush=True)
     if dry_run:
         return 0
@@ -191,7 +194,9 @@ def _run_jobs(root: Path, folder: Path, plan: Plan, todo: Sequence[int], configs
     statuses: list[Status] = []
     with _interruptible(plan.id), _progress(folder, plan, todo):
         if todo:
-            statuses = [run_job(root, plan.id, number) for number in todo]
+            jobs = [plan.point(plan.jobs[number].point).overrides for number in todo]
+            task = job_task(root, plan, todo, launcher_of(plan.launcher))
+            statuses = launch(root / "conf", plan.launcher, jobs, task)
     failed = []
     for number, status in zip(todo, statuses, strict=True):
         if status.state != "done":

@@ -38,6 +38,7 @@ from oneaxis.multirun.record import (
     read_plan,
     write_status,
 )
+from oneaxis.multirun.share import fetch_stage, share_stage, shares
 from oneaxis.multirun.slots import Slot, bring_files, cache_dir, end_processes, take_slot
 from oneaxis.multirun.snapshot import pin, point_commit
 from oneaxis.pipeline import no_room
@@ -161,13 +162,18 @@ def _run_stages(project: Path, root: Path, targets: Sequence[str], progress: Pro
         order = stage_order(repo, targets)
         bring_files(project, root, order)
         keys = stage_keys(repo, order, {})
+        remote = shares(repo)
         for stage in order:
             name = stage_name(repo, stage)
             with single_flight(project, keys[name]) as waited:
                 progress.waited_s += waited
                 (root / STATE / "failure.json").unlink(missing_ok=True)
-                if stage.reproduce():
+                if remote:
+                    fetch_stage(repo, name)
+                if stage.reproduce(pull=remote):
                     stage.dump(update_pipeline=False)
+                if remote and name in heard.started:
+                    share_stage(repo, name)
             progress.done.append(stage)
             if name in heard.started:
                 seconds, lease = _measured(root, name, time.time() - heard.started[name])
