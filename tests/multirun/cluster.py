@@ -1,6 +1,6 @@
-"""A local Ray cluster of two nodes, each with a folder of its own: `python cluster.py FOLDER`.
+"""A local Ray cluster of two nodes, `a` (the head) and `b`, each with a folder of its own: `python cluster.py FOLDER`.
 
-Prints the address, then obeys lines: `kill a` kills node a as a power cut would. Ends when its input ends.
+Prints the address; a line of input kills node b as a power cut would; ends when its input ends.
 """
 
 import sys
@@ -8,20 +8,23 @@ from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
+ADDRESS = "127.0.0.2"
+"""Loopback; Ray takes 127.0.0.1 for the host's outward address when a driver joins."""
+
 
 def main(folder: Path) -> None:
-    ray = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False,
-                                                        "node_ip_address": "127.0.0.1"})  # fmt: skip
-    nodes = {
-        name: ray.add_node(num_cpus=1, resources={name: 1}, node_ip_address="127.0.0.1",
-                           env_vars={"ONEAXIS_NODE_ROOT": str(folder / name)})
-        for name in ("a", "b")
-    }  # fmt: skip
-    print(ray.address, flush=True)
-    for line in sys.stdin:
-        ray.remove_node(nodes[line.split()[1]], allow_graceful=False)
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"include_dashboard": False, "num_cpus": 1, "resources": {"a": 1},
+                        "node_ip_address": ADDRESS, "env_vars": {"ONEAXIS_NODE_ROOT": str(folder / "a")}},
+    )  # fmt: skip
+    node = cluster.add_node(num_cpus=1, resources={"b": 1}, node_ip_address=ADDRESS,
+                            env_vars={"ONEAXIS_NODE_ROOT": str(folder / "b")})  # fmt: skip
+    print(cluster.address, flush=True)
+    for _ in sys.stdin:
+        cluster.remove_node(node, allow_graceful=False)
         print("killed", flush=True)
-    ray.shutdown()
+    cluster.shutdown()
 
 
 if __name__ == "__main__":

@@ -2,16 +2,16 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.multirun.conftest import environment, git, make_plan, ran, sh
 
 from oneaxis.multirun.promote import promote
 from oneaxis.multirun.record import Status, job_folder, read_plan, read_status, write_plan
 from oneaxis.multirun.snapshot import make_snapshot
+from tests.multirun.conftest import environment, git, make_plan, ran, sh
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent

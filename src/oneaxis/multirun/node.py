@@ -262,13 +262,13 @@ def _configure_dvc(project: Path, payload: Payload) -> None:
 
     path = project / ".dvc" / "config.local"
     path.parent.mkdir(exist_ok=True)
-    if not path.exists():
-        path.touch(mode=0o600)
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
     with Config(str(project / ".dvc"), validate=False).edit("local", validate=False) as ours:
-        ours.clear()
-        ours["cache"] = {"dir": str(project / ".dvc" / "cache")}
-        ours["core"] = {"analytics": False} | ({"remote": payload.remote} if payload.remote else {})
-        ours["remote"] = {name: dict(settings) for name, settings in payload.remotes.items()}
+        ours["cache"]["dir"] = str(project / ".dvc" / "cache")
+        if payload.remote:
+            ours["core"]["remote"] = payload.remote
+        ours["remote"].update({name: dict(settings) for name, settings in payload.remotes.items()})
 
 
 def _returned(project: Path, payload: Payload, index: int, status: Status) -> Returned:
