@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,17 +28,6 @@ def work(folder: str, index: int) -> Status:
     return done(slot=str(index))
 
 
-def die_once(folder: str, index: int) -> Status:
-    """Job 1 is killed at its first start."""
-    mark = Path(folder, f"started-{index}")
-    first = not mark.exists()
-    mark.touch()
-    if index == 1 and first:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.3)
-    return done(slot=str(index))
-
-
 def die(folder: str, index: int) -> Status:
     """Job 1 is killed whenever it starts."""
     if index == 1:
@@ -53,3 +41,13 @@ def long(folder: str, index: int) -> Status:
     Path(folder, f"{index}.pids").write_text(f"{os.getpid()} {child.pid}")
     child.wait()
     return done()
+
+
+def named(folder: str, index: int) -> Status:
+    """Only says which job it is."""
+    return done(slot=str(index))
+
+
+def interrupted(folder: str, index: int) -> Status:
+    """Is interrupted."""
+    raise KeyboardInterrupt

@@ -456,7 +456,7 @@ def _explain(error: Exception, conf_dir: Path, name: str, given: Sequence[str]) 
     unknown = re.search(r"(?:Could not override|Key) '([\w.]+)'", text)
     if unknown:
         key = unknown.group(1).rpartition(".")[2]
-        override = next((o for o in given if key in o), unknown.group(1))
+        override = next((o for o in given if o.partition("=")[0].endswith(f".{key}")), unknown.group(1))
         settings = _compose(conf_dir, [f"hydra/launcher={name}"], Path("unused")).hydra.launcher
         allowed = ", ".join(sorted(str(key) for key in settings if key != "_target_"))
         return f"{override}: hydra/launcher={name} has no such setting; allowed: {allowed}"

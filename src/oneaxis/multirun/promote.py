@@ -6,7 +6,7 @@ Afterwards `dvc repro` of the multirun's targets has nothing to do, as long as t
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import chdir
+from contextlib import chdir, suppress
 from pathlib import Path
 
 from ruamel.yaml import YAML
@@ -94,6 +94,11 @@ def _check_out(root: Path, stages: Sequence[str]) -> Sequence[str]:
         with chdir(root), Repo(str(root)) as repo:
             outs = [out for name in stages for out in repo.stage.get_target(name).outs]
             missing = [out.def_path for out in outs if out.use_cache and out.changed_cache()]
+            if missing and repo.config["core"].get("remote"):
+                # Computed on another node, which left its outputs in the shared remote.
+                with suppress(DvcException):
+                    repo.fetch(targets=list(stages))
+                missing = [out.def_path for out in outs if out.use_cache and out.changed_cache()]
             if missing:
                 raise RunError(f"{', '.join(missing)}: no longer in the DVC cache; `oneaxis run` with the point's "
                                "settings makes them anew")  # fmt: skip
