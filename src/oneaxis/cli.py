@@ -94,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     judge.add_argument("--metric", help="gate on this metric; without it the headline metrics are described")
     judge.add_argument("--better", choices=["lower", "higher"], help="where the metric's name does not say it")
     judge.add_argument("--bar", type=float, default=0.0, help="smallest effect that counts, in the metric's unit")
+    judge.add_argument(
+        "--margin", type=float, help="claim instead that no more than this is lost, in the metric's unit"
+    )
     judge.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     judge.set_defaults(action=_judge)
     asked = commands.add_parser("experiments", help="list the questions of conf/experiment/")
@@ -193,6 +196,7 @@ def _judge(options: argparse.Namespace) -> int:
         metric=options.metric,
         better=options.better,
         bar=options.bar,
+        margin=options.margin,
         as_json=options.json,
         conf_dir=Path.cwd() / CONF,
     )

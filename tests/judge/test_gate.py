@@ -255,3 +255,28 @@ def test_power() -> None:
     assert rate_of_accepts(0.10, 0.02, GATE, experiments=1000) > 0.97
     assert rate_of_accepts(0.10, 0.05, GATE, experiments=1000) < 0.35  # Most are too noisy to be judged.
     assert rate_of_accepts(0.02, 0.02, GATE, experiments=1000) < 0.40
+
+
+# --- a claim that no more than a margin is lost ------------------------------------------------------------------
+
+
+def test_a_loss_within_the_margin_is_accepted_beyond_it_rejected_and_between_left_open() -> None:
+    """Effects of -1 and -5 with intervals of +-1.1496 around them (`shifted`), and margins on either side."""
+    accepted = decide(shifted(-1), "higher", 0, GATE, margin=2.2)
+    assert accepted.word == "accept"
+    assert "a loss beyond the margin of −2.20 is excluded: the worst still compatible is −2.15" in accepted.reasons[0]
+    assert decide(shifted(1), "lower", 0, GATE, margin=2.2).word == "accept"
+    rejected = decide(shifted(-4), "higher", 0, GATE, margin=2.0)
+    assert (rejected.word, rejected.recommendations) == ("reject", ["keep the baseline"])
+    unresolved = decide(shifted(-1), "higher", 0, GATE, margin=1.5)
+    assert unresolved.word == "unresolved"
+    assert "is open: between −2.15 and +0.150" in unresolved.reasons[0]
+    assert "would decide" in unresolved.recommendations[0]
+    # A gain needs no test of its own, and a margin of zero asks for "not worse".
+    assert decide(shifted(3), "higher", 0, GATE, margin=0.0).word == "accept"
+
+
+def test_a_margin_does_not_lift_the_floor_or_the_spread() -> None:
+    assert decide(shifted(-6), "higher", 0, GATE, margin=50.0).word == "reject"
+    wide = [100.0, 112.0, 100.0, 112.0, 100.0, 112.0]
+    assert decide(runs(wide, wide), "higher", 0, GATE, margin=50.0).word == "unresolved"

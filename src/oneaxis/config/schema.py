@@ -420,6 +420,17 @@ class Claim(Section):
     """Effect expected, candidate - baseline, in the metric's unit; null: none, the comparison explores."""
     bar: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """The smallest effect that counts, in the metric's unit and the better direction; 0: any."""
+    margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """The largest loss that can be borne, in the metric's unit. With it the claim is not that the candidate is better,
+    but that it is worse by no more than this (non-inferiority), and `bar` is 0."""
+
+    @model_validator(mode="after")
+    def _one_claim(self) -> "Claim":
+        if self.margin is not None and self.bar:
+            raise ValueError(
+                f"bar is {self.bar} and margin is {self.margin}; allowed: one of them, the other 0 or null"
+            )
+        return self
 
 
 class Experiment(Section):

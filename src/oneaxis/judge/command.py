@@ -32,6 +32,7 @@ def judge_folders(
     metric: str | None,
     better: units.Better | None,
     bar: float,
+    margin: float | None,
     as_json: bool,
     conf_dir: Path,
 ) -> int:
@@ -49,7 +50,7 @@ def judge_folders(
         raise UserError(f"{baseline} and {candidate}: the same run twice; allowed: two different runs")
     gate = compose(conf_dir).gate if (conf_dir / "config.yaml").is_file() else STANDARD_GATE
     timed = not any(_session(record) == DEFAULT_SESSION for arm in arms.values() for record in arm)
-    claims = [_claim(arms, metric, better, bar)] if metric else headline_claims(arms, timed)
+    claims = [_claim(arms, metric, better, bar, margin)] if metric else headline_claims(arms, timed)
     if not claims:
         raise UserError(f"{baseline} and {candidate}: no headline metric is in both; allowed: --metric NAME")
     axes = found_axes(arms["baseline"][0], arms["candidate"][0], conf_dir)
@@ -102,7 +103,9 @@ def _session(record: Record) -> str:
     return str(record.settings.get("measure", {}).get("session", DEFAULT_SESSION))
 
 
-def _claim(arms: dict[str, list[Record]], metric: str, better: units.Better | None, bar: float) -> Claim:
+def _claim(
+    arms: dict[str, list[Record]], metric: str, better: units.Better | None, bar: float, margin: float | None
+) -> Claim:
     names = units.metric_names(arms)
     derived = units.kind_of(metric) in ("perplexity", "nll", "items", "pairs")
     if metric not in names and not derived:
@@ -115,4 +118,8 @@ def _claim(arms: dict[str, list[Record]], metric: str, better: units.Better | No
         raise UserError(f"--metric={metric}: its name does not say which way is better; give --better lower|higher")
     if not 0 <= bar < float("inf"):
         raise UserError(f"--bar={bar}: allowed: 0 or more, in the metric's unit")
-    return Claim.model_validate({"metric": metric, "better": direction, "expected": None, "bar": float(bar)})
+    if margin is not None and (bar or not 0 <= margin < float("inf")):
+        raise UserError(f"--margin={margin}: allowed: 0 or more, in the metric's unit, and no --bar beside it")
+    return Claim.model_validate(
+        {"metric": metric, "better": direction, "expected": None, "bar": float(bar), "margin": margin}
+    )

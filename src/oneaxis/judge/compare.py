@@ -54,6 +54,8 @@ class Verdict:
     spread: float | None
     """Of the arm that spreads more; repetitions only."""
     bar: float
+    margin: float | None
+    """The largest loss that can be borne; then the claim is non-inferiority."""
     expected: float | None
     best_single: str | None
     """Of a combination: its best part."""
@@ -95,7 +97,8 @@ class Comparison:
     @property
     def tested(self) -> bool:
         """Whether its p-value counts among the claims."""
-        return self.claimed and self.evidence is not None and not self.of("invalid")
+        # Margins must hold all together, which needs no correction (intersection-union).
+        return self.claimed and self.claim.margin is None and self.evidence is not None and not self.of("invalid")
 
 
 def compare(
@@ -168,7 +171,7 @@ def prepare(
         evidence, found = _evidence(arms, claim, gate, timed)
         problems += found
     if evidence and timed and stage == "sweep":
-        size = abs(claim.expected or claim.bar or evidence.effect)
+        size = abs(claim.expected or claim.bar or claim.margin or evidence.effect)
         problems += conditions.stalls(arms, claim.metric, size)
         problems += _peak(arms, claim, gate)
     return Comparison(*names, claim, claimed, question, gate, found_axes, evidence, problems)
@@ -295,6 +298,7 @@ def conclude(
         floor=floor_of(evidence, claim.better, gate) if evidence else None,
         spread=max(evidence.spreads) if evidence and evidence.spreads else None,
         bar=claim.bar,
+        margin=claim.margin,
         expected=claim.expected,
         best_single=against.baseline if against else None,
         against_best=against_best,
@@ -315,7 +319,7 @@ def _decide(comparison: Comparison, p_adjusted: float | None, num_claims: int) -
     claim = comparison.claim
     assert comparison.evidence is not None
     return decide(comparison.evidence, claim.better, claim.bar, comparison.gate,
-                  p_adjusted=p_adjusted, num_claims=num_claims)  # fmt: skip
+                  margin=claim.margin, p_adjusted=p_adjusted, num_claims=num_claims)  # fmt: skip
 
 
 def _combination(decision: Decision, against: Comparison) -> tuple[Decision, dict[str, Any]]:

@@ -118,13 +118,16 @@ def decide(
     bar: float,
     gate: Gate,
     *,
+    margin: float | None = None,
     p_adjusted: float | None = None,
     num_claims: int = 1,
 ) -> Decision:
-    """The gate, in this order: enough pairs, spread, floor, worse, no effect shown, several claims, bar.
+    """The gate, in this order: enough pairs, spread, floor, worse, no effect shown, several claims, bar; of a claim
+    with a margin, only that is asked after the floor.
 
     Args:
         bar: the smallest effect that counts, in the metric's unit and the better direction.
+        margin: the largest loss that can be borne; then the claim is non-inferiority.
         p_adjusted: of the family of claims; None: this comparison stands alone.
         num_claims: size of that family.
     """
@@ -148,6 +151,8 @@ def decide(
             f"under the floor: {number(evidence.candidate_value, 4)} against {number(floor, 4)}, "
             f"which is {gate.floor:.0%} of the baseline" + ("" if better == "higher" else " (inverse: lower is better)")
         ], ["keep the baseline"])  # fmt: skip
+    if margin is not None:
+        return _no_worse(evidence, low, high, margin, signed, gate)
     shown = evidence.p_value <= alpha
     if high < 0 and shown:
         return Decision("reject", [f"worse: the {percent} interval lies wholly on the wrong side of zero"],
@@ -168,6 +173,22 @@ def decide(
         ], [_more(evidence, abs(gain - bar), gate)])  # fmt: skip
     said = f"the {percent} interval lies beyond " + (f"the bar of {signed(bar)}" if bar else "zero")
     return Decision("accept", [said], ["take the candidate"])
+
+
+def _no_worse(
+    evidence: Evidence, low: float, high: float, margin: float, signed: Callable[[float], str], gate: Gate
+) -> Decision:
+    """Non-inferiority: where the interval lies against the largest loss that can be borne (ICH E9, 3.3.2)."""
+    bound = signed(-margin) if margin else "zero"
+    if low >= -margin:
+        said = f"a loss beyond the margin of {bound} is excluded: the worst still compatible is {signed(min(low, 0.0))}"
+        return Decision("accept", [said], ["take the candidate if it serves otherwise"])
+    if high < -margin:
+        return Decision("reject", [f"worse by more than the margin of {bound}: at best {signed(high)}"],
+                        ["keep the baseline"])  # fmt: skip
+    return Decision("unresolved", [
+        f"whether the loss stays within the margin of {bound} is open: between {signed(low)} and {signed(high)}"
+    ], [_more(evidence, abs((low + high) / 2 + margin), gate)])  # fmt: skip
 
 
 def _too_noisy(evidence: Evidence, gate: Gate) -> Decision | None:

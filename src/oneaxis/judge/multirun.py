@@ -74,7 +74,7 @@ def judge_points(plan: Plan, arms: Mapping[str, Sequence[Record]]) -> list[Verdi
             best = best_part(point, claim, comparisons)
             against = None
             if best:
-                beside = claim.model_copy(update={"bar": 0.0, "expected": None})
+                beside = claim.model_copy(update={"bar": 0.0, "margin": None, "expected": None})
                 against = prepared(plan.point(best), point, beside)
             verdicts.append(conclude(
                 comparison, adjusted.get((point.name, claim.metric)), len(tested) or 1, against

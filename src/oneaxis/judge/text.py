@@ -85,7 +85,10 @@ def _numbers(verdict: Verdict) -> Iterable[str]:
     yield from _wrapped("evidence", f"n {verdict.n:,} {verdict.unit_of_pairing}s; {verdict.test}{p}")
     gate = []
     if verdict.claim:
-        gate.append(f"bar {number(verdict.bar)}{unit}" if verdict.bar else "bar: any effect")
+        if verdict.margin is not None:
+            gate.append(f"may lose up to {number(verdict.margin)}{unit}")
+        else:
+            gate.append(f"bar {number(verdict.bar)}{unit}" if verdict.bar else "bar: any effect")
         gate.append("nothing expected" if verdict.expected is None else f"expected {_signed(verdict.expected)}")
     if verdict.claim and verdict.floor is not None:
         gate.append(f"floor {number(verdict.floor, 4)}")

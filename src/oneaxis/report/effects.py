@@ -35,6 +35,8 @@ def forest(comparison: Comparison) -> Plot:
     expected."""
     rows, sign = comparison.rows, -1.0 if comparison.better == "lower" else 1.0
     bar = sign * comparison.bar if comparison.claimed and comparison.bar else None
+    if comparison.claimed and comparison.margin is not None:
+        bar = -sign * comparison.margin
     expected = comparison.expected if comparison.claimed else None
 
     def paint(canvas: Canvas) -> None:
@@ -69,7 +71,8 @@ def forest(comparison: Comparison) -> Plot:
         unit = f", {comparison.unit}" if comparison.unit and comparison.unit not in comparison.metric else ""
         axes.set_xlabel(f"effect on {text.shorten(comparison.metric, 40)}{unit}  {toward}".rstrip())
         axes.locator_params(axis="x", nbins=6)
-        canvas.legend(handles=_lines(bar, expected), loc="outside upper left", ncols=3)
+        bound = "bar" if comparison.margin is None else "largest loss allowed"
+        canvas.legend(handles=_lines(bar, expected, bound), loc="outside upper left", ncols=3)
 
     counted = [f"{row.point} {row.decision} {row.shown[0]}" for row in rows[:12]]
     more = f" and {len(rows) - 12} more" if len(rows) > 12 else ""
@@ -105,10 +108,10 @@ def _label(axes: Axes, place: int, row: Row) -> None:
         axes.text(x, place - 0.18, words, transform=across, fontsize=8.5, ha=side, in_layout=False)
 
 
-def _lines(bar: float | None, expected: float | None) -> list[Line2D]:
+def _lines(bar: float | None, expected: float | None, bound: str) -> list[Line2D]:
     handles = [Line2D([], [], color=INK, linewidth=1.0, label="baseline")]
     if bar is not None:
-        handles.append(Line2D([], [], color=SERIES[2], linestyle=(0, (5, 3)), label=f"bar {text.signed(bar)}"))
+        handles.append(Line2D([], [], color=SERIES[2], linestyle=(0, (5, 3)), label=f"{bound} {text.signed(bar)}"))
     if expected is not None:
         handles.append(Line2D([], [], color=SERIES[0], linestyle=(0, (1.5, 2)), marker="v",
                               label=f"expected {text.signed(expected)}"))  # fmt: skip

@@ -61,6 +61,7 @@ class Comparison:
     claimed: bool
     better: str | None
     bar: float | None
+    margin: float | None
     expected: float | None
     unit: str
     rows: Sequence[Row]
@@ -69,6 +70,13 @@ class Comparison:
     def id(self) -> str:
         """For anchors and for the ids inside plots."""
         return slug(self.metric)
+
+    @property
+    def asked(self) -> str:
+        """What the claim asks of the effect, in a few words."""
+        if self.margin is not None:
+            return f"may lose up to {text.number(self.margin)}"
+        return f"bar {text.number(self.bar)}" if self.bar else "bar any effect"
 
     @property
     def accepted(self) -> list[Row]:
@@ -106,7 +114,7 @@ def _comparison(
     rows.sort(key=lambda row: (not row.sound, row.effect is None, -sign * (row.effect or 0.0)))
     claimed = claim is not None or any(v.get("claim") for v in own.values())
     unit = next((str(v["unit"]) for v in own.values() if v.get("unit")), "")
-    return Comparison(metric, claimed, better, first.get("bar"), first.get("expected"), unit, rows)
+    return Comparison(metric, claimed, better, first.get("bar"), first.get("margin"), first.get("expected"), unit, rows)
 
 
 def _row(multirun: Multirun, point: Point, verdict: Verdict | None) -> Row:
@@ -186,6 +194,8 @@ def expectation(comparison: Comparison) -> str:
     if not comparison.claimed:
         return "No claim was made of it before the run."
     bar = f"smallest that counts {text.number(comparison.bar)}" if comparison.bar else "any effect counts"
+    if comparison.margin is not None:
+        bar = f"the claim is a loss of at most {text.number(comparison.margin)}"
     expected = text.signed(comparison.expected) if comparison.expected is not None else "none"
     return f"Before the run: {comparison.better} is better, {bar}, expected {expected}."
 
@@ -205,7 +215,7 @@ def verdict_line(comparison: Comparison) -> str:
     expected = bar = ""
     if comparison.claimed:
         expected = f"; expected {text.signed(comparison.expected)}" if comparison.expected is not None else ""
-        bar = f"; bar {text.number(comparison.bar)}" if comparison.bar else ""
+        bar = f"; {comparison.asked}" if comparison.bar or comparison.margin is not None else ""
     return f"{said} ({', '.join(counts)}{expected}{bar})"
 
 
@@ -446,7 +456,7 @@ def _card(multirun: Multirun, comparison: Comparison, row: Row) -> Card:
             + (f", n = {text.plural(n, v.get('unit_of_pairing'))}." if n is not None else ".")]  # fmt: skip
     if comparison.claimed:
         expected = text.signed(comparison.expected) if comparison.expected is not None else "nothing stated"
-        said.append(f"Expected {expected}, bar {text.number(comparison.bar) if comparison.bar else 'any effect'}.")
+        said.append(f"Expected {expected}, {comparison.asked}.")
     said += [_sentence(_cut(str(reason).rstrip("."), 24)) for reason in v.get("reasons") or []]
 
     def made(sentences: Sequence[str]) -> Card:
