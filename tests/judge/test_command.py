@@ -37,8 +37,10 @@ def test_a_metric_is_a_gate(arms: tuple[str, str], capsys: pytest.CaptureFixture
     assert "ACCEPT" in capsys.readouterr().out
     assert main(["judge", *arms, *metric, "--bar", "5"]) == 1
     assert "the effect is real and too small" in capsys.readouterr().out
-    assert main(["judge", *arms, *metric, "--better", "higher"]) == 1
+    assert main(["judge", *reversed(arms), *metric]) == 1
     assert "REJECT" in capsys.readouterr().out
+    assert main(["judge", *reversed(arms), *metric, "--margin", "5"]) == 0
+    assert "may lose up to 5" in capsys.readouterr().out
     assert main(["judge", *arms, "--metric", "score/quiz/acc_bytes"]) == 1
     assert "TIE" in capsys.readouterr().out
 
@@ -76,6 +78,15 @@ def test_without_a_plan_the_choices_of_a_group_are_one_axis(tmp_path: Path) -> N
     assert [(axis.name, axis.kind) for axis in keys] == [("pairs.rule", "key"), ("pairs.value", "key")]
 
 
+def test_a_run_that_recorded_fewer_sections_is_compared_in_those_that_both_have(tmp_path: Path) -> None:
+    """As after `dvc repro quantize` of a point with another alpha: no stage of it has recorded `guards` or `load`."""
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c", config=settings(quantize__smooth__alpha=0.8))
+    shutil.rmtree(tmp_path / "c" / "artifacts" / "sweep")
+    axes = found_axes(*(find_records(tmp_path / arm)[0] for arm in "bc"), CONF)
+    assert [axis.name for axis in axes] == ["quantize.smooth.alpha"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -87,6 +98,9 @@ def test_without_a_plan_the_choices_of_a_group_are_one_axis(tmp_path: Path) -> N
         (["{b}", "{c}", "--metric", "sweep/chat/r1/n"], "does not say which way is better; give --better"),
         (["{b}", "{c}", "--metric", "quantize/perplexity_after", "--bar", "-1"], "--bar=-1.0: allowed: 0 or more"),
         (["{b}", "{c}", "--metric", "quantize/perplexity_after", "--bar", "nan"], "--bar=nan: allowed"),
+        (["{b}", "{c}", "--metric", "quantize/perplexity_after", "--better", "higher"], "allowed: lower, or --margin"),
+        (["{b}", "{c}", "--metric", "quantize/perplexity_after", "--bar", "1", "--margin", "1"], "no --bar beside it"),
+        (["{b}", "{c}", "--bar", "1"], "allowed: with --metric NAME"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(

@@ -16,6 +16,7 @@ from oneaxis.multirun.record import Job, Plan, read_plan, write_plan
 
 NOW = datetime(2026, 1, 31, 14, 25, 30, tzinfo=UTC)
 CLAIM = "{{metric: {}, better: lower, expected: null, bar: 0}}"
+GAIN = CLAIM.replace("lower", "higher")
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_changes_are_points_of_their_own_and_together_with_combine(plan: Callabl
          ["experiment.repetitions=2", "nothing that is timed runs"]),
         # Claims on what will not be measured.
         (["seed=0,1", f"experiment.claims=[{CLAIM.format('speed/tok_s')}]"], ["no stage is named speed"]),
-        (["seed=0,1", f"experiment.claims=[{CLAIM.format('score/openbookqa/acc')}]", "experiment.targets=[sweep]"],
+        (["seed=0,1", f"experiment.claims=[{GAIN.format('score/openbookqa/acc')}]", "experiment.targets=[sweep]"],
          ["score does not run in seed=0"]),
         (["quantize=none,w8a8_int8_static", f"experiment.claims=[{CLAIM.format('quantize/perplexity_afer')}]"],
          ["quantize=none has no such metric", "quantize/perplexity_after"]),
@@ -212,7 +213,7 @@ def test_timings_make_a_session_of_their_own(plan: Callable[..., Plan]) -> None:
     timed = plan("seed=0,1", f"experiment.claims=[{CLAIM.format('sweep/decode_heavy/rmax/ttft_p50_ms')}]")
     assert timed.session == timed.id
     assert timed.experiment["claims"][0]["metric"] == "sweep/decode_heavy/r3/ttft_p50_ms"
-    assert plan("seed=0,1", f"experiment.claims=[{CLAIM.format('score/openbookqa/acc')}]").session == "default"
+    assert plan("seed=0,1", f"experiment.claims=[{GAIN.format('score/openbookqa/acc')}]").session == "default"
     repeated = plan("seed=0,1", "experiment.repetitions=2")
     assert repeated.session == repeated.id
     assert [(job.point, job.repetition) for job in repeated.jobs] == [

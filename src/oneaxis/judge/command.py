@@ -50,6 +50,8 @@ def judge_folders(
         raise UserError(f"{baseline} and {candidate}: the same run twice; allowed: two different runs")
     gate = compose(conf_dir).gate if (conf_dir / "config.yaml").is_file() else STANDARD_GATE
     timed = not any(_session(record) == DEFAULT_SESSION for arm in arms.values() for record in arm)
+    if not metric and (better or bar or margin is not None):
+        raise UserError("--better, --bar and --margin belong to a metric; allowed: with --metric NAME")
     claims = [_claim(arms, metric, better, bar, margin)] if metric else headline_claims(arms, timed)
     if not claims:
         raise UserError(f"{baseline} and {candidate}: no headline metric is in both; allowed: --metric NAME")
@@ -74,12 +76,15 @@ def judge_folders(
 def found_axes(baseline: Record, candidate: Record, conf_dir: Path) -> list[Axis]:
     """The axes in which two runs differ, without a plan: another `kind` is another choice of its group; so are several
     settings of one section that are, in each run, exactly those of a choice of that group; anything else is a key."""
-    axes = grouped_axes(differences(baseline.settings, candidate.settings))
+    # A run that ended early has not recorded every section.
+    shared = baseline.settings.keys() & candidate.settings.keys()
+    one, other = ({name: run.settings[name] for name in shared} for run in (baseline, candidate))
+    axes = grouped_axes(differences(one, other))
     for section in sorted({axis.name.partition(".")[0] for axis in axes if axis.kind == "key"}):
         own = [axis for axis in axes if axis.kind == "key" and axis.name.startswith(f"{section}.")]
         if len(own) < 2:
             continue
-        before, after = (_choice(conf_dir, section, record.settings[section]) for record in (baseline, candidate))
+        before, after = (_choice(conf_dir, section, settings[section]) for settings in (one, other))
         if before and after:
             leaves = {key: pair for axis in own for key, pair in axis.leaves.items()}
             axes = [axis for axis in axes if axis not in own] + [Axis(section, "group", before, after, leaves)]
@@ -113,7 +118,12 @@ def _claim(
         shown = near or [name for name in names if units.kind_of(name) != "none"]
         listed = ", ".join(shown[:12]) or "none is there"
         raise UserError(f"--metric={metric}: neither folder has it; allowed: {listed}")
-    direction = better or units.better_of(metric)
+    usual = units.better_of(metric)
+    if better and usual and better != usual and not metric.startswith("train_dpo/"):
+        raise UserError(
+            f"--better={better}: of {metric} {usual} is better; allowed: {usual}, or --margin with what may be lost"
+        )
+    direction = better or usual
     if direction is None:
         raise UserError(f"--metric={metric}: its name does not say which way is better; give --better lower|higher")
     if not 0 <= bar < float("inf"):

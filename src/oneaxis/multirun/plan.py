@@ -356,10 +356,15 @@ def _too_many(baseline: Point, several: Sequence[Point]) -> str:
     )
 
 
+def _few(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
 def _list_axes(axes: Iterable[Axis]) -> str:
     return "; ".join(
         f"{axis.name} ({shown(axis.before)} -> {shown(axis.after)}"
-        + (f", which moves {', '.join(axis.leaves)})" if axis.kind == "group" else ")")
+        + (f", which moves {_few(list(axis.leaves))})" if axis.kind == "group" else ")")
         for axis in axes
     )
 
@@ -523,11 +528,17 @@ def _concrete_claims(
     Raises:
         UserError: for a metric that a point will not have, as far as its settings tell.
     """
+    from oneaxis.judge.units import better_of
+
     claims = []
     for claim in composed[0].config.experiment.claims:
         metric = cell_metric(claim.metric, composed[0].config.load.rates_rps)
         for point, one, stages in zip(points, composed, reached, strict=True):
             _check_metric(claim.metric, metric, point.name, one.config, stages)
+        usual = better_of(metric)
+        if usual and claim.better != usual and not metric.startswith("train_dpo/"):
+            raise UserError(f"experiment.claims: {claim.metric}: better={claim.better}; allowed: {usual}, or a margin "
+                            "that may be lost")  # fmt: skip
         claims.append({**claim.model_dump(mode="json"), "metric": metric})
     names = [claim["metric"] for claim in claims]
     for name in names:

@@ -39,6 +39,10 @@ def promote(root: Path, multirun: str, point: str) -> str:
     if status is None or status.state != "done":
         raise UserError(f"{multirun}/{point}: {status.state if status else 'not run'}; allowed: a point that is done; "
                         f"`oneaxis run -m --resume {multirun}` runs what is left")  # fmt: skip
+    for name in (PARAMS, LOCK):
+        if not (record / name).is_file():
+            raise UserError(f"{record / name}: missing; remove {record.name} there, and `oneaxis run -m --resume "
+                            f"{multirun}` runs the job again")  # fmt: skip
     with work_tree(root):
         before = {name: (root / name).read_bytes() for name in (PARAMS, LOCK) if (root / name).is_file()}
         stages = _merge_lock(record / LOCK, root / LOCK)

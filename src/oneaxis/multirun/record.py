@@ -143,8 +143,20 @@ def write_plan(folder: Path, plan: Plan) -> None:
 
 
 def read_plan(folder: Path) -> Plan:
-    """Read `plan.json`."""
+    """Read `plan.json`.
+
+    Raises:
+        UserError: when it is missing or not a plan.
+    """
     held = read_json(folder / PLAN)
+    try:
+        return _plan(held)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{folder / PLAN}: not the plan of a multirun of this version; allowed: the file as "
+                        "`oneaxis run -m` wrote it") from error  # fmt: skip
+
+
+def _plan(held: dict[str, Any]) -> Plan:
     points = [Point(**{**point, "axes": [Axis(**axis) for axis in point["axes"]]}) for point in held.pop("points")]
     jobs = [Job(**job) for job in held.pop("jobs")]
     return Plan(**held, points=points, jobs=jobs)
@@ -156,5 +168,15 @@ def write_status(folder: Path, status: Status) -> None:
 
 
 def read_status(folder: Path) -> Status | None:
-    """A job's `status.json`; None when it has not ended."""
-    return Status(**read_json(folder / STATUS)) if (folder / STATUS).is_file() else None
+    """A job's `status.json`; None when it has not ended.
+
+    Raises:
+        UserError: when the file is not what a job leaves.
+    """
+    if not (folder / STATUS).is_file():
+        return None
+    try:
+        return Status(**read_json(folder / STATUS))
+    except TypeError as error:
+        raise UserError(f"{folder / STATUS}: not what a job leaves; remove the folder, and `oneaxis run -m --resume` "
+                        "runs the job again") from error  # fmt: skip

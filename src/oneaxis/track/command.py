@@ -23,8 +23,8 @@ def track_all(root: Path) -> int:
     Raises:
         UserError: when another run is at work here. RunError: when MLflow's store cannot be used.
     """
-    if any((root / ARTIFACTS).glob("*.metrics.json")):
-        with work_tree(root):
+    with work_tree(root):
+        if any((root / ARTIFACTS).glob("*.metrics.json")):
             print(f"MLflow run {track(root)}")
     try:
         completed = track_multiruns(root)
@@ -48,6 +48,8 @@ def show_pages(root: Path, multirun: str | None, port: int) -> int:
         raise UserError(f"{root / 'mlflow.db'}: missing; `oneaxis run` makes it")
     if not 0 < port < 65536:
         raise UserError(f"--port={port}: allowed: 1 to 65535")
+    if not served:
+        _check_free(port)
     newest = sorted(path.parent.name for path in (root / MULTIRUN).glob(f"*/{PLAN}"))[-1:]
     server = f"http://127.0.0.1:{port}"
     for name in [multirun] if multirun else newest:
@@ -55,12 +57,6 @@ def show_pages(root: Path, multirun: str | None, port: int) -> int:
     print(f"all runs:\n  {runs_page(root, server)}", flush=True)
     if served:
         return 0
-    with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            free.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise UserError(f"--port={port}: {error.strerror}; allowed: a free port") from error
     print("(Ctrl-C stops it)", flush=True)
     command = [sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     # The store by environment: a password in it would stand in the list of processes. MLflow starts children of its
@@ -74,3 +70,12 @@ def show_pages(root: Path, multirun: str | None, port: int) -> int:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             process.wait(timeout=20)
+
+
+def _check_free(port: int) -> None:
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            free.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(f"--port={port}: {error.strerror}; allowed: a free port") from error
