@@ -18,6 +18,7 @@ from oneaxis.artifacts import read_json
 from oneaxis.config import STAGE_SECTIONS
 from oneaxis.judge.multirun import judge_multirun
 from oneaxis.multirun.record import job_folder, read_plan, read_status
+from tests.e2e.clone import clone
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -41,18 +42,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def project(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A clone of what is on disk: tracked and new files, committed."""
-    here = tmp_path_factory.mktemp("experiments") / "oneaxis"
-    listed = subprocess.run(
-        ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    for name in listed.stdout.splitlines():
-        if (root / name).is_file():
-            (here / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, here / name)
-    git = ["git", "-C", str(here), "-c", "user.name=t", "-c", "user.email=t@t.invalid"]
-    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "clone"]):
-        subprocess.run([*git, *words], check=True)
+    here = clone(root, tmp_path_factory.mktemp("experiments") / "oneaxis")
     yield here
     shutil.rmtree(here)
 

@@ -6,7 +6,6 @@ module build on each other and run in their order.
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 from oneaxis.config import STAGE_SECTIONS
+from tests.e2e.clone import clone
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,19 +31,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def project(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A clone of what is on disk: tracked and new files, committed."""
-    here = tmp_path_factory.mktemp("clone") / "oneaxis"
-    listed = subprocess.run(
-        ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    for name in listed.stdout.splitlines():
-        if (root / name).is_file():
-            (here / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, here / name)
-    git = ["git", "-C", str(here), "-c", "user.name=t", "-c", "user.email=t@t.invalid"]
-    subprocess.run(["git", "init", "-q", str(here)], check=True)
-    subprocess.run([*git, "add", "-A"], check=True)
-    subprocess.run([*git, "commit", "-qm", "clone"], check=True)
+    here = clone(root, tmp_path_factory.mktemp("clone") / "oneaxis")
     yield here
     assert left_running(here) == []
 

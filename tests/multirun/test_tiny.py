@@ -1,7 +1,6 @@
 """A multirun of the real pipeline, with `profile=tiny`: what is shared runs once, and a promoted point is a no-op."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from oneaxis.multirun.record import job_folder, read_plan, read_status
+from tests.e2e.clone import clone
 
-from .conftest import environment, git, sh
+from .conftest import environment
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,15 +20,7 @@ pytestmark = [
 
 
 def test_alphas_share_all_but_quantisation_and_are_judged_tracked_and_promoted(root: Path, tmp_path: Path) -> None:
-    here = tmp_path / "oneaxis"
-    listed = git(root, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
-    for name in listed:
-        if (root / name).is_file():
-            (here / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, here / name)
-    sh(here, "git", "init", "-q")
-    git(here, "add", "-A")
-    git(here, "commit", "-qm", "clone")
+    here = clone(root, tmp_path / "oneaxis")
     variables = {**environment(here), "PYTHONPATH": str(here / "src")}
     del variables["MLFLOW_TRACKING_URI"]
 
