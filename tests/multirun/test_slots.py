@@ -112,13 +112,20 @@ def test_a_slot_has_the_projects_dvc_settings_with_their_paths_and_its_cache(pro
     sh(project, "dvc", "cache", "dir", "--local", str(tmp_path / "elsewhere"))
     assert cache_dir(project) == tmp_path / "elsewhere"
     with take_slot(project, make_snapshot(project)) as slot:
-        assert sh(slot.root, "dvc", "cache", "dir") == str(tmp_path / "elsewhere")
+        assert cache_dir(slot.root) == tmp_path / "elsewhere"
         assert sh(slot.root, "dvc", "config", "cache.type") == "reflink,copy"
         assert sh(slot.root, "dvc", "config", "remote.far.secret_access_key") == "s3cret=#,x"
         listed = sh(slot.root, "dvc", "remote", "list")
         assert str(project.parent / "near") in listed
         assert (slot.root / ".dvc" / "config.local").stat().st_mode & 0o077 == 0
         assert git(slot.root, "status", "--porcelain") == ""
+
+
+def test_a_project_whose_path_is_not_ascii_has_slots_on_its_cache(template: Path, tmp_path: Path) -> None:
+    here = tmp_path / "größe und mehr"
+    shutil.copytree(template, here)
+    with take_slot(here, make_snapshot(here)) as slot:
+        assert cache_dir(slot.root) == here / ".dvc" / "cache"
 
 
 def order_of(root: Path) -> list[object]:

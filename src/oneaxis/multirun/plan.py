@@ -341,9 +341,9 @@ def _compare(conf: Path, drafts: Sequence[Draft], composed: Sequence[Composed], 
             raise UserError(f"{point.name}: one change that moves {len(point.axes)} axes, {_list_axes(point.axes)}; "
                             f"allowed: each a change of its own{_as_choice(conf, point.axes)}")  # fmt: skip
         if point.parts and len(point.axes) == 1:
-            raise UserError(f"{point.name}: differs from the baseline in {point.axes[0].name} alone, which its parts move "
-                            "too (a choice may bring the very value that is swept), so it combines nothing; allowed: "
-                            "sweeps of different axes, or one sweep")  # fmt: skip
+            raise UserError(f"{point.name}: differs from the baseline in {point.axes[0].name} alone, which its parts "
+                            "move too (a choice may bring the very value that is swept), so it combines nothing; "
+                            "allowed: sweeps of different axes, or one sweep")  # fmt: skip
     return points
 
 

@@ -219,6 +219,7 @@ def share_cache(project: Path, root: Path, cache: Path) -> None:
     Links of a cache would let a stage that writes in place change the cache itself: reflink or copy only.
     """
     from dvc.config import Config, merge
+    from dvc.config_schema import RelPath
 
     path = root / ".dvc" / "config.local"
     path.parent.mkdir(exist_ok=True)
@@ -229,8 +230,11 @@ def share_cache(project: Path, root: Path, cache: Path) -> None:
     with Config(str(root / ".dvc"), validate=False).edit("local", validate=False) as ours:
         for level in ("repo", "local"):
             merge(ours, theirs.load_one(level))
-        ours["cache"].update(dir=str(cache), type="reflink,copy")
-        ours["core"]["site_cache_dir"] = str(root / ".dvc" / "tmp" / "site")
+        # DVC writes ASCII only: a path relative to the file spares the names above the project.
+        ours["cache"].update(dir=RelPath(str(cache)), type="reflink,copy")
+        if str(root).isascii():
+            # Else DVC's own folder for this work tree, named by its path.
+            ours["core"]["site_cache_dir"] = str(root / ".dvc" / "tmp" / "site")
 
 
 def cache_dir(project: Path) -> Path:
