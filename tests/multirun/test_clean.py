@@ -1,8 +1,10 @@
 """Cleaning removes what nobody holds, counts it, and keeps what is used."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from oneaxis.errors import UserError
 from oneaxis.multirun.clean import clean, size_bytes
@@ -72,6 +74,25 @@ def test_the_cache_keeps_what_the_workspace_and_the_remaining_multiruns_use(proj
     assert ran(project) == [*computed, "quantize"]
     promote(project, "kept", "alpha=0.8")
     assert sh(project, "dvc", "repro").endswith("Data and pipelines are up to date.")
+
+
+def test_objects_that_are_gone_already_hold_nothing_up(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A lost folder listing of one multirun must neither stop the cleaning nor cost another what it has."""
+    sh(project, "dvc", "repro", "-q")
+    for name, alpha in (("torn", 0.7), ("kept", 0.8)):
+        run_job(project, planned(project, alpha, name=name).id, 0)
+    lock = yaml_of(project / "multirun" / "torn" / "points" / "alpha=0.7" / "r0" / "dvc.lock")
+    out = next(out for out in lock["stages"]["quantize"]["outs"] if out["md5"].endswith(".dir"))
+    (project / ".dvc" / "cache" / "files" / "md5" / out["md5"][:2] / out["md5"][2:]).unlink()
+    capfd.readouterr()
+    assert "kept what the workspace and 2 jobs of multiruns use" in clean(project, [], cache=True)
+    assert capfd.readouterr().err == ""
+    promote(project, "kept", "alpha=0.8")
+    assert (project / "artifacts" / "quantize" / "result.txt").read_text(encoding="utf-8") == "quantize 0.8\n"
+
+
+def yaml_of(path: Path) -> Any:
+    return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
 
 
 def test_hard_links_count_once(tmp_path: Path) -> None:

@@ -170,3 +170,18 @@ def test_kill_9_at_many_moments_then_a_resume_ends_in_the_same_records(project: 
     assert_all_free(project)
     left = [path for path in project.rglob(".tmp-*") if path.is_dir()]
     assert left == []
+
+
+def test_the_terminal_says_whom_a_job_waits_for_and_only_while_it_waits(tmp_path: Path) -> None:
+    from oneaxis.multirun.run import _waits_for
+
+    log = tmp_path / "alpha=0.5-r0.log"
+    assert _waits_for(log) == ""
+    line = (
+        "oneaxis: waiting for cpu 0-1 for itself (60 s): held by process 7 (python stages/serve.py), since 12:00:01 UTC"
+    )
+    log.write_text(f"Running stage 'serve'\n{line}\n", encoding="utf-8")
+    said = "waiting for cpu 0-1 for itself: held by process 7 (python stages/serve.py), since 12:00:01 UTC"
+    assert _waits_for(log) == said
+    log.write_text(f"{line}\nloading\n", encoding="utf-8")
+    assert _waits_for(log) == ""

@@ -190,7 +190,7 @@ def _conditions(arms: conditions.Arms, claim: Claim, stage: str, timed: bool, ax
     if len(runs) < max(len(arm) for arm in arms):
         problems.append(conditions.invalid(
             f"{len(arms[0])} runs of the baseline and {len(arms[1])} of the candidate give {len(runs)} pairs",
-            "run what is missing: `oneaxis run -m --resume` with the multirun's id",
+            "run what is missing: `oneaxis run -m --resume ID` (ID: the folder's name in multirun/)",
         ))  # fmt: skip
     problems += conditions.one_session(arms, stage)
     problems += conditions.stray_tenants(arms, stage)

@@ -50,7 +50,9 @@ def arms_valid(arms: Arms, stage: str) -> Iterator[Problem]:
     for record in (record for arm in arms for record in arm):
         if not record.ended:
             said = f"{record.status.state}: {record.status.message}" if record.status else "did not end"
-            yield invalid(f"{record.name} {said}", "finish it: `oneaxis run -m --resume` with the multirun's id")
+            yield invalid(
+                f"{record.name} {said}", "finish it: `oneaxis run -m --resume ID` (ID: the folder's name in multirun/)"
+            )
             continue
         stale = [name for name in record.stale if name in relied_on]
         if stale:

@@ -5,6 +5,8 @@ oneaxis clean ID ...     these multiruns: their records and refs
 oneaxis clean --cache    what neither the workspace nor a remaining multirun uses, out of the DVC cache
 """
 
+import json
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -110,21 +112,33 @@ def clean_cache(root: Path) -> str:
         commits = [status.commit for record in records if (status := read_status(record)) and status.commit]
         before = size_bytes(Path(repo.cache.local_cache_dir))
         used: set[Any] = set()
-        for found in repo.used_objs(revs=commits).values():
+        # What a multirun's targets left out, and objects that are gone already, are no news here.
+        logging.getLogger("dvc").setLevel(logging.CRITICAL)
+        for found in repo.used_objs(revs=commits, skip_failed=True).values():
             used |= found
-        used |= {HashInfo("md5", md5) for md5 in _recorded([root / "dvc.lock", *(r / "dvc.lock" for r in records)])}
+        locks = [root / "dvc.lock", *(record / "dvc.lock" for record in records)]
+        used |= {HashInfo("md5", md5) for md5 in _recorded(locks, Path(repo.cache.local.path))}
         gc(repo.cache.local, used)
         freed = before - size_bytes(Path(repo.cache.local_cache_dir))
     return f"cache: {_mib(freed)} freed; kept what the workspace and {len(commits)} jobs of multiruns use"
 
 
-def _recorded(locks: Sequence[Path]) -> set[str]:
-    """The hashes of all outputs in these `dvc.lock` files, the metrics that DVC does not cache included."""
+def _recorded(locks: Sequence[Path], objects: Path) -> set[str]:
+    """The hashes of all outputs in these `dvc.lock` files, the metrics that DVC does not cache included, and of the
+    files in those that are folders, as far as the cache has their listings.
+
+    Args:
+        objects: the folder of the cache's objects (`files/md5`).
+    """
     found = set()
     for path in locks:
         document = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8")) if path.is_file() else None
         for stage in (document or {}).get("stages", {}).values():
             found |= {str(out["md5"]) for out in stage.get("outs", []) if "md5" in out}
+    for name in [name for name in found if name.endswith(".dir")]:
+        listing = objects / name[:2] / name[2:]
+        if listing.is_file():
+            found |= {str(entry["md5"]) for entry in json.loads(listing.read_text(encoding="utf-8"))}
     return found
 
 

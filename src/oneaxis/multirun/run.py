@@ -7,6 +7,7 @@ multirun that died is resumed from what lies on disk.
 
 import itertools
 import os
+import re
 import signal
 import socket
 import sys
@@ -77,6 +78,8 @@ def _execute(root: Path, plan: Plan, *, dry_run: bool) -> int:
     write_plan(folder, plan)
     failed = _run_jobs(root, folder, plan, todo, checked.configs)
     judged = _conclude(root, folder)
+    if failed:
+        print(f"oneaxis: `oneaxis run -m --resume {plan.id}` runs what failed again", file=sys.stderr, flush=True)
     return 1 if failed else judged
 
 
@@ -228,8 +231,9 @@ def _interruptible(multirun: str) -> Iterator[None]:
 
 @contextmanager
 def _progress(folder: Path, plan: Plan, todo: Sequence[int]) -> Iterator[None]:
-    """One line when a job starts and one when it ends, read from the records: so for every launcher alike."""
+    """One line when a job starts, waits or ends, read from its log and record: so for every launcher alike."""
     begun, ended, since = set[int](), set[int](), time.time()
+    waiting: dict[int, str] = {}
     stop = threading.Event()
 
     def look() -> None:
@@ -239,6 +243,10 @@ def _progress(folder: Path, plan: Plan, todo: Sequence[int]) -> Iterator[None]:
             if number not in begun and log.is_file() and log.stat().st_mtime >= since - 1:
                 begun.add(number)
                 print(f"[{len(begun)}/{len(todo)}] {job.point} r{job.repetition}: started", flush=True)
+            if number in begun - ended and (why := _waits_for(log)) != waiting.get(number, ""):
+                waiting[number] = why
+                if why:
+                    print(f"  {job.point} r{job.repetition}: {why}", flush=True)
             status = read_status(job_folder(folder, job)) if number in begun - ended else None
             if status:
                 ended.add(number)
@@ -256,6 +264,19 @@ def _progress(folder: Path, plan: Plan, todo: Sequence[int]) -> Iterator[None]:
         stop.set()
         thread.join()
         look()
+
+
+def _waits_for(log: Path) -> str:
+    """What the last words of a job's log say that it waits for; empty when it does not wait."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 600))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = lines[-1] if lines else ""
+    # The time waited so far changes from minute to minute: who is waited for does not.
+    return re.sub(r" \(\d+ s\)", "", said).removeprefix("oneaxis: ") if "waiting for " in said[:40] else ""
 
 
 def describe(status: Status) -> str:
