@@ -27,30 +27,15 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.e2e.clone import clone  # noqa: E402
+
 UPSTREAM = ["profile=tiny", "train=none", "experiment.targets=[calibrate]"]
 COMMAND = ["-m", "profile=tiny", "train=none", "quantize.smooth.alpha=0.5,0.8"]
 TARGETS = ["quantize", "serve"]
 SERVE_EVERY = 4
 TIMED = ("serve/cold_start_s",)
-
-
-def clone(folder: Path) -> Path:
-    """A clone of what is on disk, committed."""
-    project = folder / "project"
-    project.mkdir()
-    listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file():
-            (project / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, project / name)
-    git = ["git", "-C", str(project), "-c", "user.name=t", "-c", "user.email=t@t.invalid"]
-    subprocess.run(["git", "init", "-q", str(project)], check=True)
-    subprocess.run([*git, "add", "-A"], check=True)
-    subprocess.run([*git, "commit", "-qm", "clone"], check=True)
-    return project
 
 
 def forget(project: Path, cache: Path) -> None:
@@ -218,7 +203,7 @@ def main() -> int:
     rows, failures = [], 0
     head = ["kill", "after s", "killed", "at work", "exit", "all gone after s", "resume s", "metrics"]
     with tempfile.TemporaryDirectory(prefix="oneaxis-kill-") as folder:
-        project = clone(Path(folder))
+        project = clone(ROOT, Path(folder) / "project")
         cache = Path(folder) / "cache"
         finish(project, UPSTREAM)
         shutil.copytree(project / ".dvc" / "cache", cache)

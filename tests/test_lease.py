@@ -231,9 +231,8 @@ def test_a_lease_that_has_ended_is_inherited_by_nobody() -> None:
         del os.environ["ONEAXIS_LEASE"]
 
 
-@pytest.mark.skipif(len(physical_cores()) < 2, reason="one core")
 def test_processes_with_cores_of_their_own_do_not_wait_for_each_other(hold: Hold) -> None:
-    first, second = physical_cores()[:2]
+    cores = physical_cores()[:2]
     pin = "os.sched_setaffinity(0, {%d}); "
     with_core = [
         subprocess.Popen(
@@ -241,7 +240,7 @@ def test_processes_with_cores_of_their_own_do_not_wait_for_each_other(hold: Hold
              "timing", "0"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
-        for core in (first, second)
+        for core in cores
     ]  # fmt: skip
     devices = []
     for process in with_core:
@@ -252,7 +251,7 @@ def test_processes_with_cores_of_their_own_do_not_wait_for_each_other(hold: Hold
     for process in with_core:
         assert f"process {process.pid} (" in said
         process.communicate("\n", timeout=20)
-    assert devices == [f"cpu {first}", f"cpu {second}"]
+    assert devices == [f"cpu {core}" for core in cores]
     assert both.lease()["exclusive"]
 
 

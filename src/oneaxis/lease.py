@@ -95,7 +95,7 @@ def device_lease(purpose: Purpose, *, gpus: int = 0) -> Iterator[Lease]:
     above = _note_above(folder)
     if above is not None:
         lease = _under(above, visible, gpus, cores, exclusive)
-        with _environment(lease.environment):
+        with environment_with(lease.environment):
             yield lease
         return
     with ExitStack() as held:
@@ -114,7 +114,7 @@ def device_lease(purpose: Purpose, *, gpus: int = 0) -> Iterator[Lease]:
             environment = {}
         waited = wait.end()
         note.hold(device, wanted)
-        with _environment({**environment, TOKEN_VARIABLE: note.path.name}):
+        with environment_with({**environment, TOKEN_VARIABLE: note.path.name}):
             yield Lease(device, exclusive, waited, environment)
 
 
@@ -195,7 +195,8 @@ def _cuda_environment(tokens: Sequence[str]) -> dict[str, str]:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """This process' environment with some variables set, and as it was before at the end."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

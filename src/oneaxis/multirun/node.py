@@ -27,6 +27,7 @@ from typing import Any
 
 from oneaxis import __version__
 from oneaxis.errors import RunError, UserError
+from oneaxis.lease import environment_with
 from oneaxis.multirun.job import log_file, run_job
 from oneaxis.multirun.record import MULTIRUN, PLAN, Plan, Status, job_folder, read_plan, write_status
 from oneaxis.multirun.share import NODE
@@ -194,16 +195,8 @@ def run_anywhere(payload: Payload, todo: Sequence[int], index: int) -> Status | 
     changed = {NODE: payload.remote or "alone"}
     if payload.tracking:
         changed["MLFLOW_TRACKING_URI"] = payload.tracking
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
+    with environment_with(changed):
         status = run_job(project, payload.multirun, todo[index])
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
     return _returned(project, payload, todo[index], status)
 
 

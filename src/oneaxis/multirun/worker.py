@@ -263,16 +263,15 @@ def _explain(error: Exception, slot: Slot | None, project: Path) -> tuple[int, s
         return error.exit_code, str(error)
     chain = _chain(error)
     places = [cache_dir(project), project / STATE, *([slot.root / ARTIFACTS] if slot else [])]
-    there = [place for place in places if place.is_dir()] or [project]
-    fullest = min(there, key=lambda place: psutil.disk_usage(str(place)).free)
     for cause in chain:
-        number = getattr(cause, "errno", None)
-        # DVC's copies do not say which file: then it is the folder with the least room.
-        place = getattr(cause, "filename", None) or fullest
+        number, place = getattr(cause, "errno", None), getattr(cause, "filename", None)
         if number in (errno.ENOSPC, errno.EDQUOT):
-            return 1, f"the disk is full ({place}); free space, then resume"
+            # DVC's copies do not say which file: then it is the folder with the least room.
+            there = [folder for folder in places if folder.is_dir()] or [project]
+            fullest = min(there, key=lambda folder: psutil.disk_usage(str(folder)).free)
+            return 1, f"the disk is full ({place or fullest}); free space, then resume"
         if number in (errno.EROFS, errno.EACCES, errno.EPERM):
-            return 1, f"{place}: cannot be written to; allowed: a folder that can"
+            return 1, f"{place or project}: cannot be written to; allowed: a folder that can"
     if room := no_room(places):
         return 1, room
     if slot and (slot.root / STATE / "running.json").is_file():
