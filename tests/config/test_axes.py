@@ -74,7 +74,15 @@ def test_a_group_lists_each_setting_that_it_moves(root: Path) -> None:
         {
             "quantize.kind": ["w8a8_int8_static", "none"],
             "quantize.smooth.alpha": [0.8, ABSENT],
+            **{f"quantize.smooth.site_alpha.{site}": [None, ABSENT] for site in ("qkv", "o", "gate_up", "down")},
+            "quantize.smooth.grid": [[0.5, 0.6, 0.7, 0.8, 0.85], ABSENT],
+            "quantize.smooth.formula": ["absmax", ABSENT],
             "quantize.smooth.sites": [["qkv", "o", "gate_up", "down"], ABSENT],
+            "quantize.rounding": ["rtn", ABSENT],
+            "quantize.weight_range": ["absmax", ABSENT],
+            "quantize.gptq.num_sequences": [32, ABSENT],
+            "quantize.gptq.damping": [0.01, ABSENT],
+            "quantize.gptq.act_order": [True, ABSENT],
             "quantize.ignore": [["lm_head"], ABSENT],
         },
     )  # fmt: skip

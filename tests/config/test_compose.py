@@ -33,7 +33,7 @@ def test_every_choice_composes(root: Path, group: str, choice: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["quantize=w3"], ["quantize=w3", "none, w8a8_int8_dynamic, w8a8_int8_static"]),
+        (["quantize=w3"], ["quantize=w3", "none, w4a16, w8a8_fp8, w8a8_int8_dynamic, w8a8_int8_static"]),
         (["train.beta=much"], ["train.beta='much'", "a valid number"]),
         (["train.beta=-1"], ["train.beta=-1", "greater than 0"]),
         (["train.beta=inf"], ["train.beta=inf", "finite"]),

@@ -5,8 +5,9 @@ from typing import Any
 
 import polars as pl
 import torch
+from pydantic import TypeAdapter
 
-from oneaxis.config.schema import Calibrate, QuantizeInt8, Smooth
+from oneaxis.config.schema import Calibrate, Quantize
 from oneaxis.quantize.calibrate import calibrate
 from tests.serve.tiny import random_llama
 
@@ -22,6 +23,14 @@ def write_text(path: Path, num_documents: int, seed: int) -> Path:
     return path
 
 
+def sizes_of(**sizes: Any) -> Calibrate:
+    """A small `calibrate` section."""
+    copying = {"sequences": 1, "context_tokens": 128}
+    values = {"num_sequences": 8, "heldout_sequences": 4, "sequence_tokens": 64, "batch_size": 3,
+              "sample_tokens": 32, "copying": copying}  # fmt: skip
+    return Calibrate(**(values | sizes))
+
+
 def calibrated(folder: Path, **sizes: Any) -> tuple[Path, Path, dict[str, float]]:
     """A checkpoint, what `calibrate` wrote for it, and its metrics."""
     checkpoint = random_llama(folder / "policy")
@@ -30,13 +39,28 @@ def calibrated(folder: Path, **sizes: Any) -> tuple[Path, Path, dict[str, float]
     out = folder / "calibrate"
     out.mkdir()
     texts = write_text(folder / "calibration.parquet", 20, 1), write_text(folder / "heldout.parquet", 10, 2)
-    values = {"num_sequences": 8, "heldout_sequences": 4, "sequence_tokens": 64, "batch_size": 3} | sizes
-    return checkpoint, out, calibrate(checkpoint, *texts, Calibrate(**values), out)
+    return checkpoint, out, calibrate(checkpoint, *texts, sizes_of(**sizes), out)
+
+
+def scheme(kind: str = "w8a8_int8_dynamic", sites: list[Any] | None = None, ignore: tuple[str, ...] = (),
+           *, alpha: Any = 0.5, **other: Any) -> Any:  # fmt: skip
+    """A `quantize` section, checked; `other` may set any of its keys, those of `smooth` and of `gptq` too."""
+    values: dict[str, Any] = {
+        "kind": kind,
+        "smooth": {"alpha": alpha, "site_alpha": dict.fromkeys(SITES), "grid": [0.5, 0.6, 0.7, 0.8, 0.85],
+                   "formula": "absmax", "sites": SITES if sites is None else sites},
+        "rounding": "rtn", "weight_range": "absmax", "kv": "none", "ignore": ["lm_head", *ignore],
+        "gptq": {"num_sequences": 4, "damping": 0.01, "act_order": True},
+    }  # fmt: skip
+    if kind == "w4a16":
+        values |= {"group_size": 32, "symmetric": True}
+    for part in ("smooth", "gptq"):
+        values[part] |= {key: other.pop(key) for key in list(other) if key in values[part]}
+    return TypeAdapter(Quantize).validate_python(values | other)
 
 
 def int8(
     kind: str = "dynamic", alpha: float = 0.5, sites: list[Any] | None = None, ignore: tuple[str, ...] = ()
 ) -> Any:
-    """A `quantize` section."""
-    smooth = Smooth(alpha=alpha, sites=SITES if sites is None else sites)
-    return QuantizeInt8(kind=f"w8a8_int8_{kind}", smooth=smooth, ignore=["lm_head", *ignore])
+    """A `quantize` section of INT8."""
+    return scheme(f"w8a8_int8_{kind}", sites, ignore, alpha=alpha)

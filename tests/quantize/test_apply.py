@@ -13,7 +13,7 @@ from oneaxis.checkpoint.load import load_for_measuring
 from oneaxis.errors import UserError
 from oneaxis.quantize.apply import quantize
 from oneaxis.quantize.int8 import Int8Linear
-from tests.quantize.checkpoints import calibrated, int8
+from tests.quantize.checkpoints import calibrated, int8, sizes_of
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +126,11 @@ def test_smoothing_helps_static_activations_with_outliers(tmp_path: Path) -> Non
         tensors[f"model.layers.{layer}.mlp.down_proj.weight"][:, :3] /= 128
     from safetensors.torch import save_file
 
-    from oneaxis.config.schema import Calibrate
     from oneaxis.quantize.calibrate import calibrate
 
     save_file(tensors, policy / "model.safetensors", metadata={"format": "pt"})
     texts = tmp_path / "calibration.parquet", tmp_path / "heldout.parquet"
-    values = {"num_sequences": 8, "heldout_sequences": 4, "sequence_tokens": 64, "batch_size": 3}
-    calibrate(policy, *texts, Calibrate(**values), out)
+    calibrate(policy, *texts, sizes_of(), out)
     plain = run((policy, out), tmp_path / "plain", int8("static", sites=[]))["quantize/output_error_max"]
     smooth = run((policy, out), tmp_path / "smooth", int8("static", alpha=0.5))["quantize/output_error_max"]
     assert smooth < plain / 10

@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from oneaxis.checkpoint.load import load_for_measuring
-from oneaxis.config.schema import Calibrate
 from oneaxis.errors import UserError
 from oneaxis.quantize.apply import quantize
 from oneaxis.quantize.calibrate import calibrate
-from tests.quantize.checkpoints import calibrated, int8, write_text
+from tests.quantize.checkpoints import calibrated, int8, sizes_of, write_text
 from tests.serve.tiny import random_llama
 
 
@@ -74,8 +73,7 @@ def test_a_family_that_cannot_be_smoothed_has_its_perplexity_and_is_refused_by_q
     out = tmp_path / "calibrate"
     out.mkdir()
     texts = write_text(tmp_path / "calibration.parquet", 20, 1), write_text(tmp_path / "heldout.parquet", 10, 2)
-    settings = Calibrate(num_sequences=8, heldout_sequences=4, sequence_tokens=64, batch_size=3)
-    metrics = calibrate(policy, *texts, settings, out)
+    metrics = calibrate(policy, *texts, sizes_of(), out)
     assert set(metrics) == {"calibrate/perplexity", "calibrate/nll", "calibrate/heldout_tokens"}
     assert {path.name for path in out.iterdir()} == {"heldout_tokens.parquet", "heldout_nll.parquet"}
     assert "perplexity only; model_type='gemma2'" in capsys.readouterr().err

@@ -217,25 +217,53 @@ Train = Annotated[TrainNone | TrainDpo, Field(discriminator="kind")]
 # --- calibrate -----------------------------------------------------------------------------------------------
 
 
+class Copying(Section):
+    """Exact-copy tasks: identifiers, JSON keys, base64, digits, and retrieval from the middle of a long context."""
+
+    sequences: Annotated[int, Field(ge=0)]
+    """Token sequences of each kind, several tasks in each; 0: none."""
+    context_tokens: Annotated[int, Field(ge=128)]
+    """Length of the context that is retrieved from; cut to what the model's positions allow, and said."""
+
+
 class Calibrate(Section):
-    """How much text the activation statistics are taken from, and how much held-out text checks them."""
+    """How much text the activation statistics are taken from, and what checks them and every quantised checkpoint."""
 
     num_sequences: Count
     heldout_sequences: Count
     """Also the text that perplexity is measured on, before and after quantisation."""
     sequence_tokens: Annotated[int, Field(ge=16)]
     batch_size: Count
+    sample_tokens: Annotated[int, Field(ge=16)]
+    """Activations of so many tokens are kept of every tensor: what `quantize.smooth.alpha=auto` is searched on."""
+    copying: Copying
 
 
 # --- quantize ------------------------------------------------------------------------------------------------
 
 Site = Literal["qkv", "o", "gate_up", "down"]
+Kv = Literal["none", "fp8"]
+
+
+class SiteAlpha(Section):
+    """alpha of one site in place of `alpha`; null: as the others."""
+
+    qkv: Fraction | None
+    o: Fraction | None
+    gate_up: Fraction | None
+    down: Fraction | None
 
 
 class Smooth(Section):
     """SmoothQuant: s = max|X|^alpha / max|W|^(1 - alpha), folded into what produces the tensor."""
 
-    alpha: Fraction
+    alpha: Fraction | Literal["auto"]
+    """`auto`: per tensor, the one of `grid` with the least output error on the activation sample."""
+    site_alpha: SiteAlpha
+    grid: Annotated[list[Fraction], Field(min_length=1)]
+    """Searched by `alpha: auto`."""
+    formula: Literal["absmax", "range"]
+    """`absmax`: the paper's. `range`: llm-compressor's, (max - min)^alpha / (2 max|W|)^(1 - alpha)."""
     sites: list[Site]
     """Empty: no smoothing."""
 
@@ -246,28 +274,67 @@ class Smooth(Section):
         return self
 
 
-class QuantizeNone(Section):
-    """No quantisation: the policy is served as it is."""
+class Gptq(Section):
+    """GPTQ (Frantar et al., 2022): columns are rounded one by one, and what is lost is taken over by those to come."""
 
-    kind: Literal["none"]
+    num_sequences: Count
+    """Of the calibration text; at most `calibrate.num_sequences`."""
+    damping: Positive
+    """Added to the Hessian's diagonal, as a share of its mean."""
+    act_order: bool
+    """Columns with the largest Hessian diagonal first; groups stay where they are."""
 
 
-class QuantizeInt8(Section):
-    """W8A8 INT8: weights per output channel; activations per token at run time, or one static scale a tensor."""
+class _Quantized(Section):
+    """What every scheme has. `rounding: gptq` is slower and loses less than `rtn` (round to nearest)."""
 
-    kind: Literal["w8a8_int8_dynamic", "w8a8_int8_static"]
     smooth: Smooth
+    rounding: Literal["rtn", "gptq"]
+    weight_range: Literal["absmax", "mse"]
+    """What a weight scale covers: the largest weight, or the range with the least squared rounding error."""
+    gptq: Gptq
+    kv: Kv
+    """`fp8`: E4M3 keys and values with calibrated scales per layer, as a `kv_cache_scheme` of the checkpoint."""
     ignore: list[str]
     """Module names left in high precision, as compressed-tensors writes them (`lm_head`, `re:.*mlp.gate$`)."""
 
     @model_validator(mode="after")
-    def _head_stays(self) -> "QuantizeInt8":
+    def _head_stays(self) -> "_Quantized":
         if "lm_head" not in self.ignore:
             raise ValueError(f"ignore is {self.ignore}; allowed: a list that holds lm_head, which is never quantised")
         return self
 
 
-Quantize = Annotated[QuantizeNone | QuantizeInt8, Field(discriminator="kind")]
+class QuantizeNone(Section):
+    """No quantisation of weights: the policy is served as it is, with `kv: none` without a copy."""
+
+    kind: Literal["none"]
+    kv: Kv
+
+
+class QuantizeInt8(_Quantized):
+    """W8A8 INT8: weights per output channel; activations per token at run time, or one static scale a tensor."""
+
+    kind: Literal["w8a8_int8_dynamic", "w8a8_int8_static"]
+
+
+class QuantizeInt4(_Quantized):
+    """W4A16: 4-bit weights with a scale (and a zero point) per group of input channels, activations as they are."""
+
+    kind: Literal["w4a16"]
+    group_size: Literal[32, 64, 128]
+    """Must divide the input width of every quantised linear."""
+    symmetric: bool
+
+
+class QuantizeFp8(_Quantized):
+    """W8A8 FP8 (E4M3): weights per output channel, activations per token at run time."""
+
+    kind: Literal["w8a8_fp8"]
+
+
+QuantizeScheme = QuantizeInt8 | QuantizeInt4 | QuantizeFp8
+Quantize = Annotated[QuantizeNone | QuantizeInt8 | QuantizeInt4 | QuantizeFp8, Field(discriminator="kind")]
 
 
 # --- serve ---------------------------------------------------------------------------------------------------
@@ -550,7 +617,7 @@ def derived_paths(config: dict[str, Any]) -> dict[str, str]:
     """
     trained = config["train"]["kind"] != "none"
     policy = "artifacts/train_dpo/checkpoint" if trained else "artifacts/fetch_model/checkpoint"
-    quantized = config["quantize"]["kind"] != "none"
+    quantized = config["quantize"]["kind"] != "none" or config["quantize"]["kv"] != "none"
     paths = {"policy": policy, "served": "artifacts/quantize/checkpoint" if quantized else policy}
     paths["model_source"] = _own(config["model"])
     for table in TABLES:
