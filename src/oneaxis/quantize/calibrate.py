@@ -1,7 +1,37 @@
-"""calibrate: activation statistics of the policy, how far held-out text goes beyond them, and its perplexity.
+"""calibrate: activation statistics of the policy, and everything that a quantised checkpoint is later held against.
 
-Everything is in float32, whatever the checkpoint's dtype: the statistics and the perplexity "before" are then free of
-rounding. Nothing here depends on alpha or the scheme, so that no change of these runs it again.
+Everything is in float32, whatever the checkpoint's dtype: the statistics and the measurements "before" are then free of
+rounding. Nothing here depends on alpha or the scheme, so that no change of these runs it again. Layers are loaded one
+after another, by each of four passes: the calibration text, the held-out text, the copy tasks, and the copy tasks
+through a baseline that is known to be weak (static INT8 without smoothing): does the suite tell the two apart?
+
+Files (S sequences, T tokens of each, C channels of a tensor, N tokens that passed it, D hidden, K KV heads, H head_dim;
+`<tensor>` is `layers.<n>.<site>`, `<site>` as the family's `Site.name`: qkv, o, gate_up, down, experts.<e>.down):
+
+    stats.safetensors       <tensor>.{absmax, min, max, first_absmax, rest_absmax, weight_absmax}  float32 [C]; first is
+                            the first token of a sequence, rest all others (all tokens, of an expert's tensor);
+                            weight_absmax is over all rows of all readers. Of an expert that no token reached: zeros.
+                            <tensor>.token_norm  float32 [N]: L2 norm of each token, N = s * T + t (of an expert: in the
+                            order of its tokens).
+                            layers.<n>.{k_absmax, v_absmax}  float32 [K * H]: of keys as cached (rotated) and values.
+    samples.safetensors     <tensor>  BF16 [n, C]: the same n = calibrate.sample_tokens tokens of every tensor, in their
+                            order (of an expert: n of its own tokens, or as many as there were).
+    stats.json              model_type, counts of tokens, readers of each site, absmax and p999 of each tensor, and
+                            the tensors that no token reached (`unseen`).
+    outliers.parquet        a row per tensor (`statistics.Gathered.outliers`).
+    coverage.json           how far held-out text goes beyond the ranges (`statistics.coverage_summary`).
+    calibration_tokens.parquet, heldout_tokens.parquet
+                            a row per token: sequence i64, position i64, source str, token_id i64, predicted bool
+                            (`text.Sequences.frame`; back by `text.sequences_from_frame`).
+    heldout_nll.parquet     a row per predicted token: sequence i64, position i64 (of the token), source str, nll f64.
+    heldout_hidden.safetensors  `hidden`  float32 [S, T, D] of the held-out text after the final norm: with the head of
+                            the checkpoint it gives every distribution of the unquantised model.
+    copy_tokens.parquet     the exact-copy suite, a row per token (`copying.CopyTasks.tokens`).
+    copy.parquet, copy_weak.parquet  a row per task, of the policy and of the weak baseline (`copying.score_copies`).
+    copying.json            whether the suite tells them apart (`copying.discriminates`).
+
+The copy files are left out with calibrate.copying.sequences=0. Of a family whose layers are not known there are only
+heldout_tokens.parquet and heldout_nll.parquet: it can still be served as it is, and `quantize` refuses it.
 """
 
 import sys
