@@ -11,22 +11,26 @@ from oneaxis.quantize.statistics import gather, to_tensors, weight_absmax
 from tests.quantize.models import FAMILIES, tiny, token_ids
 
 
+def ranges(activations: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    return {"absmax": activations, "weight_absmax": weights}
+
+
 def test_scale_formula() -> None:
     activations, weights = torch.tensor([16.0, 100.0, 0.25]), torch.tensor([0.25, 4.0, 1.0])
     # alpha 0.5: sqrt(16 / 0.25) = 8, sqrt(100 / 4) = 5, sqrt(0.25 / 1) = 0.5
-    torch.testing.assert_close(smoothing_scale(activations, weights, 0.5), torch.tensor([8.0, 5.0, 0.5]))
+    torch.testing.assert_close(smoothing_scale(ranges(activations, weights), 0.5), torch.tensor([8.0, 5.0, 0.5]))
     # alpha 0.75: 16^0.75 / 0.25^0.25 = 8 / 0.70711, 100^0.75 / 4^0.25 = 31.6228 / 1.41421, 0.25^0.75 = 0.353553
     expected = torch.tensor([11.3137, 22.3607, 0.353553])
-    torch.testing.assert_close(smoothing_scale(activations, weights, 0.75), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(smoothing_scale(ranges(activations, weights), 0.75), expected, rtol=1e-5, atol=0)
     # alpha 1: all of the range moves; alpha 0: every weight column ends at 1.
-    torch.testing.assert_close(smoothing_scale(activations, weights, 1.0), activations)
-    torch.testing.assert_close(smoothing_scale(activations, weights, 0.0), 1 / weights)
+    torch.testing.assert_close(smoothing_scale(ranges(activations, weights), 1.0), activations)
+    torch.testing.assert_close(smoothing_scale(ranges(activations, weights), 0.0), 1 / weights)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_channel_without_range_is_left_alone(alpha: float) -> None:
     activations, weights = torch.tensor([0.0, 3.0, 0.0, 5.0]), torch.tensor([2.0, 0.0, 0.0, 5.0])
-    scale = smoothing_scale(activations, weights, alpha)
+    scale = smoothing_scale(ranges(activations, weights), alpha)
     assert scale[:3].tolist() == [1.0, 1.0, 1.0]
     assert scale.isfinite().all()
     assert (scale > 0).all()
@@ -42,7 +46,7 @@ def test_storable_scale_divides_the_norm_into_stored_values() -> None:
     generator = torch.Generator().manual_seed(0)
     norm, wanted = torch.randn(500, generator=generator), torch.rand(500, generator=generator) * 20 + 0.01
     norm[:2] = 0.0
-    scale = storable_scale(wanted, norm, torch.bfloat16)
+    scale = storable_scale(wanted, norm, 0.0, torch.bfloat16)
     quotient = norm / scale
     # BF16 holds the quotient up to float32 rounding, and the scale moved by no more than BF16's half step of 2^-9.
     torch.testing.assert_close(quotient.to(torch.bfloat16).float(), quotient, rtol=1e-6, atol=0)
@@ -100,7 +104,7 @@ def test_unequal_scales_inside_a_group_would_break_the_fold() -> None:
     model = tiny("llama")
     statistics = statistics_of(model)
     name = "layers.0.o"
-    scale = smoothing_scale(statistics[f"{name}.absmax"], statistics[f"{name}.weight_absmax"], 0.5)
+    scale = smoothing_scale(ranges(statistics[f"{name}.absmax"], statistics[f"{name}.weight_absmax"]), 0.5)
     ids = token_ids(3, 20, seed=9)
     before = model(ids).logits
     layer = decoder_layers(model)[0]
