@@ -76,6 +76,15 @@ class Int8Linear(nn.Module):
             y_BO = y_BO + self.bias.float()
         return y_BO.to(x_BI.dtype)
 
+    def weight_values(self) -> Tensor:
+        """The float32 weights that are multiplied with, [O, I]."""
+        return dequantize_weight(self.weight, self.weight_scale)
+
+    def stored(self) -> dict[str, Tensor]:
+        """The tensors that stand beside the module's name in a checkpoint."""
+        tensors = {"weight": self.weight, "weight_scale": self.weight_scale}
+        return tensors if self.input_scale is None else {**tensors, "input_scale": self.input_scale}
+
     def extra_repr(self) -> str:
         """Shown in `print(model)`."""
         kind = "per token" if self.input_scale is None else "static"
