@@ -1,0 +1,270 @@
+"""A checkpoint run layer by layer is the whole model. Oracle: transformers' own forward in float32."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from oneaxis.checkpoint.layerwise import Layerwise
+from oneaxis.errors import UserError
+from tests.quantize.models import FAMILIES, tiny, token_ids
+
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
+    """A tiny model of a family, in a folder of several shards."""
+    made: dict[str, tuple[Path, PreTrainedModel]] = {}
+
+    def write(family: str) -> tuple[Path, PreTrainedModel]:
+        if family not in made:
+            model, folder = tiny(family), tmp_path_factory.mktemp(family)
+            model.save_pretrained(folder, max_shard_size="60KB")
+            made[family] = folder, model
+        return made[family]
+
+    return write
+
+
+def relative(changed: Tensor, exact: Tensor) -> float:
+    return float((changed - exact).abs().max() / exact.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_whole_model(
+    written: Callable[[str], tuple[Path, PreTrainedModel]], family: str
+) -> None:
+    folder, model = written(family)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    ids_ST = token_ids(5, NUM_TOKENS)
+    layerwise = Layerwise.open(folder)
+    hidden_STD = layerwise.run(ids_ST, batch_size=2)
+    exact_STV = model(ids_ST).logits
+    logits_STV = layerwise.logits(hidden_STD.flatten(0, 1)).view_as(exact_STV)
+    assert relative(logits_STV, exact_STV) < 1e-5
+    # The same again, and no batch's mask is another's.
+    assert layerwise.run(ids_ST, batch_size=5).allclose(hidden_STD, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sites_are_what_the_linears_read(written: Callable[[str], tuple[Path, PreTrainedModel]], family: str) -> None:
+    """Oracle: hooks on the whole model's modules, for linears that it has as modules."""
+    folder, model = written(family)
+    ids_ST = token_ids(3, NUM_TOKENS)
+    layerwise = Layerwise.open(folder)
+    seen: dict[str, list[Tensor]] = {}
+    layerwise.run(ids_ST, batch_size=2, see=lambda name, x_BTC: seen.setdefault(name, []).append(x_BTC.clone()))
+    read: dict[str, Tensor] = {}
+    handles = []
+    modules = dict(model.named_modules())
+    for index in range(layerwise.num_layers):
+        for site in layerwise.decoder.sites(index):
+            module = modules.get(f"{layerwise.decoder.layers_path}.{index}.{site.tap}")
+            if module is not None:
+                handles.append(module.register_forward_pre_hook(reading(read, f"layers.{index}.{site.name}")))
+    model(ids_ST)
+    for handle in handles:
+        handle.remove()
+    assert len(read) >= 3 * layerwise.num_layers
+    for name, x in read.items():
+        x_STC = torch.cat(seen[name])
+        assert x_STC.shape[:2] == (3, NUM_TOKENS)
+        assert relative(x_STC, x.view_as(x_STC)) < 1e-5
+
+
+def reading(read: dict[str, Tensor], name: str) -> Any:
+    def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        read[name] = args[0]
+
+    return hook
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_and_values_are_those_of_the_cache(
+    written: Callable[[str], tuple[Path, PreTrainedModel]], family: str
+) -> None:
+    """Oracle: what transformers keeps in its cache, which is after rotary."""
+    folder, model = written(family)
+    ids_ST = token_ids(3, NUM_TOKENS)
+    layerwise = Layerwise.open(folder)
+    seen: dict[str, list[Tensor]] = {}
+
+    def see(name: str, x_BTC: Tensor) -> None:
+        seen.setdefault(name, []).append(x_BTC.clone())
+
+    layerwise.run(ids_ST, batch_size=2, see=see, watch_kv=True)
+    cache = model(ids_ST, use_cache=True).past_key_values
+    heads = layerwise.decoder.heads
+    for index in range(layerwise.num_layers):
+        for name, exact_SKTH in (("k", cache.layers[index].keys), ("v", cache.layers[index].values)):
+            x_STC = torch.cat(seen[f"layers.{index}.{name}"])
+            assert x_STC.shape == (3, NUM_TOKENS, heads.num_kv_heads * heads.head_dim)
+            # A sliding layer's cache keeps its window only.
+            exact_STC = exact_SKTH.transpose(1, 2).flatten(2)
+            assert relative(x_STC[:, -exact_STC.shape[1] :], exact_STC) < 1e-5
+
+
+def test_rounded_values_change_what_follows(written: Callable[[str], tuple[Path, PreTrainedModel]]) -> None:
+    """Values of zero leave only the residual stream of the attention; keys of zero, the mean of all values so far."""
+    folder, model = written("llama")
+    layerwise = Layerwise.open(folder)
+    hidden, layer = layerwise.start(token_ids(1, 6), batch_size=1), layerwise.layer(0)
+    read: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+
+    def see(name: str, x_BTC: Tensor) -> None:
+        (values if name in "kv" else read)[name] = x_BTC.clone()
+
+    layerwise.advance(hidden.clone(), 0, layer, see, round_kv=lambda name, x: x if name == "k" else torch.zeros_like(x))
+    assert read["o"].abs().max() == 0
+    layerwise.advance(hidden.clone(), 0, layer, see, watch_kv=True,
+                      round_kv=lambda name, x: x if name == "v" else torch.zeros_like(x))  # fmt: skip
+    assert values["k"].abs().max() > 0  # seen before they are rounded
+    v_TKH = values["v"].view(6, 2, 8)
+    mean_TKH = v_TKH.cumsum(0) / torch.arange(1, 7)[:, None, None]
+    torch.testing.assert_close(read["o"][0], mean_TKH.repeat_interleave(2, dim=1).flatten(1))
+    # Nothing stays behind.
+    layerwise.advance(hidden, 0, layer)
+    assert relative(hidden.states_STD, model.model(token_ids(1, 6), output_hidden_states=True).hidden_states[1]) < 1e-5
+
+
+def test_names_and_dtypes_are_those_of_the_files(written: Callable[[str], tuple[Path, PreTrainedModel]]) -> None:
+    folder, _ = written("qwen2")
+    layerwise = Layerwise.open(folder, plain=True)
+    stored = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert layerwise.names == sorted(stored)
+    assert all(layerwise.tensor(name).equal(tensor) for name, tensor in stored.items())
+    assert layerwise.stored_dtype == torch.float32
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sharded(written: Callable[[str], tuple[Path, PreTrainedModel]], tmp_path: Path) -> Path:
+    """A copy of a tiny Llama in shards, to break."""
+    return Path(shutil.copytree(written("llama_mha")[0], tmp_path / "mine"))
+
+
+def change(folder: Path, name: str, function: Callable[[Tensor], Tensor | None]) -> None:
+    """Change a tensor of the folder, or drop it (None)."""
+    path = next(path for path in sorted(folder.glob("*.safetensors")) if name in load_file(path))
+    tensors = load_file(path)
+    changed = function(tensors.pop(name))
+    save_file(tensors if changed is None else tensors | {name: changed}, path, metadata={"format": "pt"})
+
+
+def said(folder: Path, *, plain: bool = False) -> str:
+    with pytest.raises(UserError) as error:
+        Layerwise.open(folder, plain=plain)
+    text = str(error.value)
+    assert "\n" not in text
+    assert "allowed:" in text
+    return text
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+    text = said(sharded)
+    assert text.startswith(f"{shard}: missing, though model.safetensors.index.json says that")
+    # Without an index too, where the names of the others tell.
+    (sharded / "model.safetensors.index.json").unlink()
+    assert said(sharded).startswith(f"{shard}: missing, though ")
+
+
+def test_an_index_that_names_absent_tensors_is_refused(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    content = json.loads(index.read_text(encoding="utf-8"))
+    content["weight_map"]["model.layers.9.mlp.up_proj.weight"] = content["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(content), encoding="utf-8")
+    assert f"{index}: weight_map: model.layers.9.mlp.up_proj.weight is not in model-0" in said(sharded)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b"}}'])
+def test_a_broken_index_is_refused(sharded: Path, content: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(content, encoding="utf-8")
+    assert "model.safetensors.index.json: " in said(sharded)
+
+
+@pytest.mark.parametrize("left", [0, 5, 40, -1])
+def test_a_cut_file_is_refused(sharded: Path, left: int) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:left])
+    assert said(sharded).startswith(f"{shard}: ")
+
+
+def test_another_files_bytes_are_refused(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[0]
+    shard.write_bytes(b"GGUF" * 1000)
+    assert said(sharded).startswith(f"{shard}: cut or no safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "text"),
+    [
+        ("model.norm.weight", lambda _: None, r"model.norm.weight is not in"),
+        (
+            "model.layers.1.mlp.up_proj.weight",
+            lambda tensor: tensor[:, :-1].clone(),
+            "has shape [48, 31], not [48, 32]",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    sharded: Path, name: str, function: Callable[[Tensor], Tensor], text: str
+) -> None:
+    change(sharded, name, function)
+    assert text in said(sharded)
+
+
+def test_tensors_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    change(tmp_path, "model.norm.weight", lambda _: None)
+    assert said(tmp_path).startswith(f"{tmp_path}: model.norm.weight is missing; allowed:")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {"model.norm.weight": torch.ones(32), "model.vision.weight": torch.ones(3),
+                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    # What old checkpoints hold and nobody reads is no fault.
+    assert said(tmp_path).startswith(f"{tmp_path}: model.vision.weight is unknown to this model; allowed:")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight",
+                                  "lm_head.weight", "model.norm.weight"])  # fmt: skip
+def test_a_value_that_is_no_number_names_its_tensor(sharded: Path, name: str, value: float) -> None:
+    def spoil(tensor: Tensor) -> Tensor:
+        tensor.view(-1)[7] = value
+        return tensor
+
+    change(sharded, name, spoil)
+    with pytest.raises(UserError, match=f"{name} holds NaN or infinity in 1 of .*; allowed: a checkpoint of finite"):
+        read_all(sharded)
+
+
+def read_all(folder: Path) -> Tensor:
+    layerwise = Layerwise.open(folder)
+    return layerwise.logits(layerwise.run(torch.arange(8)[None], batch_size=1)[0])
+
+
+def test_a_quantised_checkpoint_is_refused_where_a_plain_one_is_needed(sharded: Path) -> None:
+    config = json.loads((sharded / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    (sharded / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    text = said(sharded, plain=True)
+    assert text.startswith(f"{sharded}: is quantised already (compressed-tensors int-quantized); allowed: an unquant")
+
+
+def test_an_unknown_family_is_refused(sharded: Path) -> None:
+    config = json.loads((sharded / "config.json").read_text(encoding="utf-8"))
+    (sharded / "config.json").write_text(json.dumps(config | {"model_type": "bloom"}), encoding="utf-8")
+    assert "bloom" in said(sharded)
