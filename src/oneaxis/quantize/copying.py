@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from oneaxis.config.schema import Copying
 from oneaxis.judge.statistics import paired_share_interval
-from oneaxis.quantize.nll import clustered_mean
+from oneaxis.quantize.nll import CONFIDENCE, clustered_mean
 
 KINDS = ("identifiers", "json_keys", "base64", "digits", "retrieval")
 LIST_TOKENS = 512
@@ -292,8 +292,6 @@ def score_hidden(hidden: Sequence[Tensor], logits: Callable[[Tensor], Tensor], t
 
 # --- what changed --------------------------------------------------------------------------------------------
 
-CONFIDENCE = 0.95
-
 
 def compare_copies(base: pl.DataFrame, other: pl.DataFrame) -> dict[str, Any]:
     """Two tables of the same tasks to what changed from `base` to `other`, over all of them and by kind.
@@ -319,7 +317,7 @@ def compare_copies(base: pl.DataFrame, other: pl.DataFrame) -> dict[str, Any]:
 def _changes(joined: pl.DataFrame) -> dict[str, Any]:
     clusters = joined.select(pl.struct("kind", "sequence").rank("dense"))["kind"].to_numpy()
     right, right_other = (joined[name].to_numpy().astype(float) for name in ("exact", "exact_other"))
-    exact = clustered_mean(right_other - right, clusters, CONFIDENCE)
+    exact = clustered_mean(right_other - right, clusters)
     low, high = exact["ci_low"], exact["ci_high"]
     if low is not None and high is not None:
         least = paired_share_interval(0, 0, joined.height, CONFIDENCE)
@@ -333,7 +331,7 @@ def _changes(joined: pl.DataFrame) -> dict[str, Any]:
         "gained": int(((right_other == 1) & (right == 0)).sum()),
         "lost": int(((right_other == 0) & (right == 1)).sum()),
         "exact": exact,
-        "nll": clustered_mean((joined["nll_other"] - joined["nll"]).to_numpy(), clusters, CONFIDENCE),
+        "nll": clustered_mean((joined["nll_other"] - joined["nll"]).to_numpy(), clusters),
     }
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from oneaxis.quantize.text import Sequences
 
 HEAD_ROWS = 512
+CONFIDENCE = 0.95
 
 
 @torch.inference_mode()
@@ -77,11 +78,11 @@ def compare(before: pl.DataFrame, after: pl.DataFrame) -> dict[str, Any]:
         "delta_nll": delta,
         "n": before["sequence"].n_unique(),
         "num_tokens": before.height,
-        "confidence": 0.95,
+        "confidence": CONFIDENCE,
     }
 
 
-def clustered_mean(values: np.ndarray, clusters: np.ndarray, confidence: float = 0.95) -> dict[str, Any]:
+def clustered_mean(values: np.ndarray, clusters: np.ndarray, confidence: float = CONFIDENCE) -> dict[str, Any]:
     """Mean of all values as effect, with the interval ci_low, ci_high that counts clusters, not values.
 
     Values of one cluster (tokens of a sequence) are not independent. The interval is Student's t on what each of the m
