@@ -12,7 +12,7 @@ Module names are those inside a layer whose experts are split and whose linears 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -251,9 +251,137 @@ def _qwen3(config: Any) -> Decoder:
     return _llama(config, QK_NORMS)
 
 
+def _gemma(config: Any, kept: tuple[str, ...] = ()) -> Decoder:
+    """Norms of `1 + w` around both halves of a layer: those after them feed the residual stream."""
+    attention = _attention(_heads(config), Norm("input_layernorm", 1.0))
+    mlp = _mlp(Norm("pre_feedforward_layernorm", 1.0), config.intermediate_size)
+    after = ("post_attention_layernorm", "post_feedforward_layernorm")
+    return _same_layers(config, attention, mlp, kept=(*after, *kept))
+
+
+def _gemma3(config: Any) -> Decoder:
+    return _gemma(config, QK_NORMS)
+
+
+def _phi3(config: Any) -> Decoder:
+    """One linear for q, k and v, one for gate and up; v and up are their last rows."""
+    heads, width = _heads(config), config.intermediate_size
+    kv_width = heads.num_kv_heads * heads.head_dim
+    v = Rows("self_attn.qkv_proj", heads.num_heads * heads.head_dim + kv_width, kv_width)
+    up = Rows("mlp.gate_up_proj", width, width)
+    return _same_layers(
+        config,
+        (
+            Site("qkv", "qkv", ("self_attn.qkv_proj",), producer=Norm("input_layernorm")),
+            Site("o", "o", ("self_attn.o_proj",), producer=v, heads=heads),
+        ),
+        (
+            Site("gate_up", "gate_up", ("mlp.gate_up_proj",), producer=Norm("post_attention_layernorm")),
+            Site("down", "down", ("mlp.down_proj",), producer=up),
+        ),
+    )
+
+
+def _experts(num_experts: int, width: int) -> tuple[Site, ...]:
+    """Router and experts read one tensor, so they share one scale; inside, each expert has its own."""
+    names = [f"mlp.experts.{expert}" for expert in range(num_experts)]
+    readers = tuple(f"{name}.{linear}" for name in names for linear in ("gate_proj", "up_proj"))
+    return (
+        Site("gate_up", "gate_up", readers, high=("mlp.gate",), producer=Norm("post_attention_layernorm")),
+        *(
+            Site(f"experts.{expert}.down", "down", (f"{name}.down_proj",), producer=Rows(f"{name}.up_proj", 0, width))
+            for expert, name in enumerate(names)
+        ),
+    )
+
+
+def _mixtral(config: Any) -> Decoder:
+    heads = _heads(config)
+    layer = (*_attention(heads, Norm("input_layernorm")), *_experts(config.num_local_experts, config.intermediate_size))
+    renamed = (("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+    return Decoder("mixtral", "model.layers", heads, (layer,) * config.num_hidden_layers, renamed=renamed)
+
+
+def _qwen3_moe(config: Any) -> Decoder:
+    """Every `decoder_sparse_step`-th layer has experts, but for those in `mlp_only_layers`."""
+    heads = _heads(config)
+    attention = _attention(heads, Norm("input_layernorm"))
+    dense = (*attention, *_mlp(Norm("post_attention_layernorm"), config.intermediate_size))
+    sparse = (*attention, *_experts(config.num_experts, config.moe_intermediate_size))
+    layers = tuple(
+        sparse
+        if config.num_experts and layer not in config.mlp_only_layers and not (layer + 1) % config.decoder_sparse_step
+        else dense
+        for layer in range(config.num_hidden_layers)
+    )
+    return Decoder("qwen3_moe", "model.layers", heads, layers, kept=QK_NORMS)
+
+
+def _olmo2(config: Any) -> Decoder:
+    """Norms come after attention and MLP, so nothing stands between the residual stream and what reads it."""
+    why_not = "reads the residual stream itself, with no norm between them to take the scale"
+    return _same_layers(
+        config,
+        _attention(_heads(config), None, why_not),
+        _mlp(None, config.intermediate_size, why_not),
+        kept=("post_attention_layernorm", "post_feedforward_layernorm", *QK_NORMS),
+    )
+
+
+NONLINEAR = "reads what a nonlinearity gives, with no linear between them to take the scale"
+
+
+def _opt(config: Any) -> Decoder:
+    names = ("self_attn_layer_norm", "final_layer_norm")
+    qkv_norm, mlp_norm = (Norm(name) for name in names) if config.do_layer_norm_before else (None, None)
+    why_not = "reads the residual stream: the norm before it feeds that too (do_layer_norm_before=False)"
+    if not config.layer_norm_elementwise_affine:
+        qkv_norm, mlp_norm = None, None
+        why_not = "reads a norm that has no weight to take the scale (layer_norm_elementwise_affine=False)"
+    qkv, out = _attention(_heads(config), qkv_norm, why_not)
+    kept = names if config.layer_norm_elementwise_affine and not config.do_layer_norm_before else ()
+    return _same_layers(
+        config,
+        (qkv, replace(out, readers=("self_attn.out_proj",))),
+        (
+            Site("gate_up", "gate_up", ("fc1",), producer=mlp_norm, why_not=why_not),
+            Site("down", "down", ("fc2",), why_not=NONLINEAR),
+        ),
+        layers_path="model.decoder.layers",
+        kept=kept,
+    )
+
+
+def _gpt2(config: Any) -> Decoder:
+    if config.add_cross_attention:
+        raise UserError("model_type='gpt2': add_cross_attention=True: an encoder's output is read too; allowed: False")
+    heads, width = _heads(config), config.hidden_size
+    return _same_layers(
+        config,
+        (
+            Site("qkv", "qkv", ("attn.c_attn",), producer=Norm("ln_1")),
+            Site("o", "o", ("attn.c_proj",), producer=Rows("attn.c_attn", 2 * width, width), heads=heads),
+        ),
+        (
+            Site("gate_up", "gate_up", ("mlp.c_fc",), producer=Norm("ln_2")),
+            Site("down", "down", ("mlp.c_proj",), why_not=NONLINEAR),
+        ),
+        layers_path="transformer.h",
+        conv1d=True,
+    )
+
+
 FAMILIES: dict[str, Callable[[Any], Decoder]] = {
     "llama": _llama,
     "mistral": _llama,
     "qwen2": _llama,
     "qwen3": _qwen3,
+    "gemma2": _gemma,
+    "gemma3_text": _gemma3,
+    "phi3": _phi3,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "olmo2": _olmo2,
+    "opt": _opt,
+    "gpt2": _gpt2,
 }
