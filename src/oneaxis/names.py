@@ -21,11 +21,19 @@ def model_name(model: Mapping[str, Any]) -> str:
 
 
 def scheme_name(quantize: Mapping[str, Any]) -> str:
-    """The quantisation in a few words: `int8_dynamic α=0.5`."""
+    """The quantisation in a few words: `int8_dynamic α=0.5`, `w4a16 g32 gptq unsmoothed`."""
+    kv = f" kv={quantize['kv']}" if quantize.get("kv", "none") != "none" else ""
     if quantize["kind"] == "none":
-        return "not quantised"
-    kind, smooth = str(quantize["kind"]).removeprefix("w8a8_"), quantize["smooth"]
-    return f"{kind} α={smooth['alpha']:g}" if smooth["sites"] else f"{kind} unsmoothed"
+        return f"weights as they are{kv}" if kv else "not quantised"
+    smooth = quantize["smooth"]
+    words = [str(quantize["kind"]).removeprefix("w8a8_")]
+    if "group_size" in quantize:
+        words.append(f"{'' if quantize['symmetric'] else 'asym '}g{quantize['group_size']}")
+    if quantize.get("rounding", "rtn") != "rtn":
+        words.append(str(quantize["rounding"]))
+    alpha = smooth["alpha"]
+    words.append((f"α={alpha}" if isinstance(alpha, str) else f"α={alpha:g}") if smooth["sites"] else "unsmoothed")
+    return " ".join(words) + kv
 
 
 def run_name(params: Mapping[str, Any]) -> str:

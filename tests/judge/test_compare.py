@@ -65,6 +65,49 @@ def test_an_arm_without_quantisation_is_measured_as_calibrated(tmp_path: Path) -
         assert [axis.kind for axis in verdict.axes] == ["group"]
 
 
+def test_divergence_and_agreement_are_paired_by_sequence_and_nothing_moves_without_quantisation(tmp_path: Path) -> None:
+    write_run(tmp_path / "b", config=settings(quantize={"kind": "none", "kv": "none"}))
+    write_run(tmp_path / "c")
+    table = pl.read_parquet(tmp_path / "c/artifacts/quantize/heldout_nll.parquet")
+    moved = table.select("sequence", "position", "source", kl=0.01 * (1 + pl.col("sequence")),
+                         same_top1=pl.col("position") > 0)  # fmt: skip
+    moved.write_parquet(tmp_path / "c/artifacts/quantize/quality.parquet")
+    tokens = table["position"].n_unique()
+    edit(tmp_path / "c/artifacts/quantize.metrics.json",
+         lambda m: m.update({"quantize/kl": 0.065, "quantize/top1_agreement": 1 - 1 / tokens}))  # fmt: skip
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/kl"), GATE)
+    # Sequences of 0.01, 0.02, ... 0.12: mean 0.065.
+    assert (verdict.decision, verdict.n, verdict.baseline_value) == ("reject", 12, 0.0)
+    assert verdict.effect == pytest.approx(0.065)
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/top1_agreement", "higher"), GATE)
+    assert (verdict.baseline_value, verdict.effect) == (1.0, pytest.approx(-1 / tokens))
+    (tmp_path / "c/artifacts/quantize/quality.parquet").unlink()
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/kl"), GATE)
+    assert (verdict.decision, verdict.reasons) == ("invalid", ["c: artifacts/quantize/quality.parquet is missing"])
+
+
+def test_copies_are_paired_by_sequence(tmp_path: Path) -> None:
+    """Eight sequences of four strings: all right at first, one wrong in each of the first four after quantisation."""
+    write_run(tmp_path / "b", config=settings(quantize={"kind": "none", "kv": "none"}))
+    write_run(tmp_path / "c")
+    rows = [(kind, s, t, 9, True, 0.1) for kind in ("base64", "digits") for s in range(4) for t in range(4)]
+    names = ["kind", "sequence", "task", "num_tokens", "exact", "nll"]
+    right = pl.DataFrame(rows, schema=names, orient="row")
+    for arm in "bc":
+        right.write_parquet(tmp_path / arm / "artifacts/calibrate/copy.parquet")
+    wrong = right.with_columns(exact=(pl.col("kind") == "digits") | (pl.col("task") > 0))
+    wrong.write_parquet(tmp_path / "c/artifacts/quantize/copy.parquet")
+    edit(tmp_path / "c/artifacts/quantize.metrics.json", lambda m: m.update({"quantize/copy_exact_after": 0.875}))
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/copy_exact_after", "higher"), GATE)
+    assert (verdict.n, verdict.unit_of_pairing) == (8, "sequence of copies")
+    assert (verdict.baseline_value, verdict.candidate_value) == (1.0, 0.875)
+    # Differences -1/4 four times and 0 four times: deviation 0.133631, t(0.975; 7) = 2.364624.
+    assert verdict.ci_low == pytest.approx(-0.125 - 2.364624 * 0.133631 / 8**0.5, abs=1e-5)
+    wrong.head(28).write_parquet(tmp_path / "c/artifacts/quantize/copy.parquet")
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/copy_exact_after", "higher"), GATE)
+    assert verdict.decision == "unresolved"
+
+
 def test_sequences_of_unequal_length_weigh_by_their_tokens(tmp_path: Path) -> None:
     for arm, config in (("b", settings()), ("c", settings(quantize__smooth__alpha=0.8))):
         write_run(tmp_path / arm, config=config, nll=np.linspace(0, 0.1, 12) if arm == "c" else 0.0)

@@ -115,6 +115,7 @@ def headline_claims(arms: Mapping[str, Sequence[Record]], timed: bool) -> list[C
     if "quantize/perplexity_after" in names:
         # An arm that is not quantised lacks the name, and has the measurement.
         chosen.append("quantize/perplexity_after")
+        chosen += [name for name in ("quantize/kl", "quantize/copy_exact_after") if name in names]
     elif "calibrate/perplexity" in shared:
         chosen.append("calibrate/perplexity")
     chosen += [name for name in ("train_dpo/chosen_delta", "train_dpo/rejected_delta", "train_dpo/margin_delta")

@@ -3,7 +3,9 @@
     metric                                  unit                          taken as
     quantize/perplexity_after,              held-out sequence             mean NLL per sequence; the effect through
     calibrate/perplexity                                                  the ratio of the perplexities
-    quantize/delta_nll, calibrate/nll       held-out sequence             difference of mean NLL
+    quantize/delta_nll, calibrate/nll,      held-out sequence             difference of the means over tokens
+    quantize/kl, quantize/top1_agreement
+    quantize/copy_exact_after               sequence of copies            difference of the share of exact copies
     score/<task>/<scorer>                   item                          right or wrong
     train_dpo/{chosen,rejected,margin}_*    held-out pair                 difference of log-probability
     serve/cold_start_s, sweep/<cell>/*,     repetition (alternating runs  difference
@@ -25,7 +27,7 @@ from oneaxis.judge.records import Record
 from oneaxis.load.metrics import requests_needed
 from oneaxis.score.metrics import SCORERS
 
-Kind = Literal["perplexity", "nll", "items", "pairs", "repetitions", "none"]
+Kind = Literal["perplexity", "nll", "copies", "items", "pairs", "repetitions", "none"]
 Better = Literal["lower", "higher"]
 
 CELL_LATENCY = re.compile(r"^sweep/(?P<shape>[^/]+)/(?P<rate>r[^/]+)/(?P<name>[^/]+)$")
@@ -33,6 +35,9 @@ TRAINED = re.compile(r"^train_dpo/(chosen|rejected|margin)_(logp_before|logp_aft
 TIMED_IN_CELL = re.compile(
     r"^((ttft|itl|tpot|e2e)_p\d+_ms|attainment|goodput_tok_s|output_tok_s|achieved_rate_rps|failed)$"
 )
+
+MOVED = {"quantize/kl": ("kl", 0.0), "quantize/top1_agreement": ("same_top1", 1.0)}
+"""Metric -> its column of quality.parquet, and what that is where nothing was changed."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,10 @@ def kind_of(metric: str) -> Kind:
     """By what a metric is paired."""
     if metric in ("quantize/perplexity_after", "calibrate/perplexity"):
         return "perplexity"
-    if metric in ("quantize/delta_nll", "calibrate/nll"):
+    if metric in ("quantize/delta_nll", "calibrate/nll", *MOVED):
         return "nll"
+    if metric == "quantize/copy_exact_after":
+        return "copies"
     scored = metric.split("/")
     if len(scored) == 3 and scored[0] == "score" and scored[2] in SCORERS:
         return "items"
@@ -78,6 +85,7 @@ def kind_of(metric: str) -> Kind:
 UNIT_NAMES: dict[Kind, str] = {
     "perplexity": "held-out sequence",
     "nll": "held-out sequence",
+    "copies": "sequence of copies",
     "items": "item",
     "pairs": "held-out pair",
     "repetitions": "repetition",
@@ -88,9 +96,10 @@ UNIT_NAMES: dict[Kind, str] = {
 def better_of(metric: str) -> Better | None:
     """Which way is better, where a name says it; None where it does not."""
     name = metric.rpartition("/")[2]
-    if re.search(r"perplexity|nll|ttft|itl|tpot|e2e|cold_start|failed|rejected|escape|error", name):
+    if re.search(r"perplexity|nll|^kl$|ttft|itl|tpot|e2e|cold_start|failed|rejected|escape|error", name):
         return "lower"
-    if kind_of(metric) == "items" or re.search(r"goodput|attainment|capacity|tok_s|chosen|margin|achieved", name):
+    higher = r"goodput|attainment|capacity|tok_s|chosen|margin|achieved|agreement|copy_exact"
+    if kind_of(metric) == "items" or re.search(higher, name):
         return "higher"
     return None
 
@@ -100,6 +109,8 @@ def unit_of_measure(metric: str) -> str:
     for ending, unit in (("_tok_s", "tok/s"), ("_rps", "req/s"), ("_ms", "ms"), ("_s", "s")):
         if metric.endswith(ending):
             return unit
+    if metric == "quantize/top1_agreement":
+        return ""
     return {"nll": "nats/token", "pairs": "nats"}.get(kind_of(metric), "")
 
 
@@ -124,6 +135,8 @@ def pair(metric: str, baseline: Sequence[Record], candidate: Sequence[Record]) -
         return _items(metric, first, second)
     if kind == "pairs":
         return _heldout_pairs(metric, first, second)
+    if kind == "copies":
+        return _copies(first, second)
     return _sequences(metric, first, second)
 
 
@@ -140,6 +153,12 @@ def _other_units(what: str) -> Problem:
     )  # fmt: skip
 
 
+def _changed(record: Record) -> bool:
+    """Whether weights or the KV cache are quantised."""
+    settings = record.settings.get("quantize", {})
+    return any(settings.get(key, "none") != "none" for key in ("kind", "kv"))
+
+
 # --- perplexity -----------------------------------------------------------------------------------------------------
 
 
@@ -147,16 +166,27 @@ def _nll(metric: str, record: Record) -> pl.DataFrame | Problem:
     """NLL per token of what the metric speaks of; an arm that is not quantised is measured as calibrated."""
     after = record.results.table("quantize", "heldout_nll.parquet")
     before = record.results.table("calibrate", "heldout_nll.parquet")
-    quantised = record.settings.get("quantize", {}).get("kind", "none") != "none"
-    if metric.startswith("calibrate/") or not quantised:
+    if metric.startswith("calibrate/") or not _changed(record):
         return _missing(record, "calibrate/heldout_nll.parquet") if before is None else before
     return _missing(record, "quantize/heldout_nll.parquet") if after is None else after
+
+
+def _moved(metric: str, record: Record) -> pl.DataFrame | Problem:
+    """How far each token moved from the policy's float32, as column nll; where nothing was changed, not at all."""
+    column, same = MOVED[metric]
+    if _changed(record):
+        table = record.results.table("quantize", "quality.parquet")
+        if table is None:
+            return _missing(record, "quantize/quality.parquet")
+        return table.with_columns(nll=pl.col(column).cast(pl.Float64))
+    before = _nll("calibrate/nll", record)
+    return before if isinstance(before, Problem) else before.with_columns(nll=pl.lit(same))
 
 
 def _sequences(metric: str, baseline: Record, candidate: Record) -> Paired | Problem:
     tables = []
     for record in (baseline, candidate):
-        table = _nll(metric, record)
+        table = _moved(metric, record) if metric in MOVED else _nll(metric, record)
         if isinstance(table, Problem):
             return table
         if metric == "quantize/delta_nll":
@@ -175,16 +205,38 @@ def _sequences(metric: str, baseline: Record, candidate: Record) -> Paired | Pro
     same_tokens = tokens[0] is None or tokens[1] is None or tokens[0].equals(tokens[1])
     if not same_tokens or not one.select("sequence", "position").equals(other.select("sequence", "position")):
         return _other_units("tokens of the held-out text")
-    # The sums are over tokens, so that the mean of the units is the mean over all tokens, whatever a sequence's length.
-    per_sequence = one.height / one["sequence"].n_unique()
-    sums = [
-        table.group_by("sequence").agg(pl.col("nll").sum()).sort("sequence")["nll"].to_numpy() / per_sequence
-        for table in tables
-    ]
+    sums = [_per_cluster(table, ["sequence"], "nll") for table in tables]
     values = [float(each.mean()) for each in sums]
     if kind_of(metric) == "perplexity":
         values = [math.exp(value) for value in values]
     return Paired(sums[0], sums[1], values[0], values[1])
+
+
+def _per_cluster(table: pl.DataFrame, clusters: list[str], column: str) -> np.ndarray:
+    """Sums per cluster over the mean size of one: their mean is that over all rows, whatever a cluster's size."""
+    sums = table.group_by(clusters).agg(pl.col(column).cast(pl.Float64).sum()).sort(clusters)[column].to_numpy()
+    return sums / (table.height / len(sums))
+
+
+# --- copies ---------------------------------------------------------------------------------------------------------
+
+
+def _copies(baseline: Record, candidate: Record) -> Paired | Problem:
+    """Share of exact copies per sequence; an arm that is not quantised copies as calibrated."""
+    tables = []
+    for record in (baseline, candidate):
+        stage = "quantize" if _changed(record) else "calibrate"
+        table = record.results.table(stage, "copy.parquet")
+        if table is None:
+            return _missing(record, f"{stage}/copy.parquet")
+        tables.append(table.sort("kind", "sequence", "task"))
+    tokens = [record.results.table("calibrate", "copy_tokens.parquet") for record in (baseline, candidate)]
+    same_tokens = tokens[0] is None or tokens[1] is None or tokens[0].equals(tokens[1])
+    keys = ["kind", "sequence", "task", "num_tokens"]
+    if not same_tokens or not tables[0].select(keys).equals(tables[1].select(keys)):
+        return _other_units("strings to copy")
+    first, second = (_per_cluster(table, ["kind", "sequence"], "exact") for table in tables)
+    return Paired(first, second, float(first.mean()), float(second.mean()))
 
 
 # --- items ----------------------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def _record(kind: str, name: str, rng: np.random.Generator) -> tuple[str, str, s
         case "json_keys":
             first, *others = rng.choice(WORDS, NUM_WORDS, replace=False)
             key = first + "".join(word.capitalize() for word in others)
-            return f'{{"id": "{name}", "', key, f'": {rng.integers(100)}}}\n'
+            return f'{{"{name}": {{"', key, f'": {rng.integers(100)}}}}}\n'
         case "base64":
             return f"{name}:", " " + base64.b64encode(rng.bytes(BASE64_BYTES)).decode(), "\n"
         case _:
