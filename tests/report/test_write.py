@@ -16,6 +16,7 @@ from oneaxis.judge.validity import Validity, judge_run
 from oneaxis.report import write_report
 from oneaxis.report.facts import card, question
 from oneaxis.report.results import read_results
+from tests.quantize.checkpoints import scheme
 
 Make = Callable[..., Path]
 
@@ -31,6 +32,7 @@ class Page(HTMLParser):
         self._open: list[str] = []
         self.feed(page)
         self.text = " ".join(" ".join(self.words).split())
+        self.plots = " ".join(str(attributes["aria-label"]) for tag, attributes in self.tags if tag == "svg")
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
@@ -95,6 +97,58 @@ def test_headline_says_what_the_metrics_say(whole: Whole) -> None:
     assert page.row("pmi_dc")[3] == f"{100 * accuracy:.1f}% ± 3.1 (n 200)"
     assert "VALID" in page.text
     assert "INVALID" not in page.text.replace("makes the run INVALID", "")
+
+
+def test_quantisation_says_what_moved_each_with_its_interval(whole: Whole) -> None:
+    """Oracle: the literal numbers of conftest.py."""
+    _, _, page, _ = whole
+    assert page.row("Perplexity")[1:] == ["15.39", "15.67", "+1.8%", "+1.2% to +2.4%", "16"]
+    assert page.row("– novel")[1:4] == ["21.90", "22.27", "+1.7%"]
+    assert page.row("KL from the policy, nats a token")[1:] == ["0", "0.0213", "+0.0213", "0.0197 to 0.0229", "16"]
+    assert page.row("Same most likely token")[1:] == ["100%", "94.2%", "−5.8 points", "−6.2 to −5.4 points", "16"]
+    assert page.row("all kinds")[1:] == ["65%", "60%", "−5.2 points", "−10.0 to −0.4 points", "13", "1", "228", "20"]
+    assert page.row("digits")[3:5] == ["0.0 points", "−11.0 to +11.0 points"]
+    assert page.row("retrieval from a long text")[4] == "–"
+    assert "The suite tells them apart: the model copies 65.3% of 228 strings" in page.text
+    assert page.row("Exact copies, by quantisation")[1:] == [
+        "65.3%", "60.1%", "−5.2 points", "−10.0 to −0.4 points", "228 strings"]  # fmt: skip
+    assert "Exact copies: 65.3% to 60.1% of 228 strings (−5.2 points, 95% interval −10.0 to −0.4 points)." in page.text
+    assert page.row("Linear layers quantised")[1] == "210"
+    assert page.row("Weights on disk")[1] == "163 MB"
+
+
+def test_a_suite_that_cannot_tell_says_so_in_the_summary(artifacts: Make, tmp_path: Path) -> None:
+    folder = artifacts()
+    report = read_json(folder / "quantize" / "quality.json")
+    report["suite"] = {"discriminates": False, "why": "The suite cannot tell."}
+    write_json(folder / "quantize" / "quality.json", report)
+    _, page, _ = write(folder, tmp_path)
+    assert "the suite cannot tell a known-weak model apart here, so this is no proof" in page.text
+
+
+def test_every_scheme_is_described(artifacts: Make, tmp_path: Path) -> None:
+    for settings, words in (
+        (scheme("w8a8_int8_static", alpha="auto", kv="fp8"),
+         "W8A8 INT8, one static activation scale a tensor; SmoothQuant α chosen per tensor at qkv, o, gate_up, down; "
+         "KV cache FP8"),
+        (scheme("w4a16", [], symmetric=False, rounding="gptq"),
+         "W4A16, groups of 32, with zero points; activations as they are, GPTQ; no smoothing"),
+        (scheme("w8a8_fp8", ["down"], site_alpha={"qkv": None, "o": None, "gate_up": None, "down": 0.7}),
+         "W8A8 FP8 (E4M3), activations per token at run time; SmoothQuant α = 0.5 at down (0.7)"),
+    ):  # fmt: skip
+        shutil.rmtree(tmp_path / "artifacts", ignore_errors=True)
+        _, page, _ = write(artifacts(quantize=settings.model_dump(mode="json")), tmp_path)
+        assert words in page.text
+        assert ("alpha of each tensor" in page.plots) == (settings.smooth.alpha == "auto")
+
+
+def test_a_kv_cache_alone_is_a_change(artifacts: Make, tmp_path: Path) -> None:
+    folder = artifacts(quantize={"kind": "none", "kv": "fp8"})
+    assert question(read_results(folder)).startswith("What does DPO training with an FP8 KV cache do to ")
+    _, page, _ = write(folder, tmp_path)
+    assert page.row("KV cache")[1] == "FP8 (E4M3), calibrated scales"
+    assert page.row("Weights and activations")[1] == "as they are"
+    assert "Not quantised" not in page.text
 
 
 def test_same_artifacts_give_the_same_bytes(whole: Whole, tmp_path: Path) -> None:
@@ -214,7 +268,7 @@ def test_random_weights_carry_a_banner(artifacts: Make, tmp_path: Path) -> None:
 
 
 def test_untrained_and_unquantised_read_as_not_run(artifacts: Make, tmp_path: Path) -> None:
-    folder = artifacts(train={"kind": "none"}, quantize={"kind": "none"})
+    folder = artifacts(train={"kind": "none"}, quantize={"kind": "none", "kv": "none"})
     metrics, page, _ = write(folder, tmp_path)
     assert metrics["report/valid"] == 1
     assert page.row("Perplexity (not quantised)")[1:3] == ["15.39", "same"]
@@ -291,7 +345,7 @@ def test_question_names_what_was_done(artifacts: Make, tmp_path: Path) -> None:
     asked = question(read_results(artifacts()))
     assert asked.startswith("What does DPO training with W8A8 INT8 quantisation do to SmolLM2-135M-Instruct, ")
     shutil.rmtree(tmp_path / "artifacts")
-    asked = question(read_results(artifacts(train={"kind": "none"}, quantize={"kind": "none"})))
+    asked = question(read_results(artifacts(train={"kind": "none"}, quantize={"kind": "none", "kv": "none"})))
     assert asked.startswith("How good is SmolLM2-135M-Instruct as fetched, ")
 
 

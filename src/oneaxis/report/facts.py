@@ -4,13 +4,14 @@ Pure functions of `Results`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from oneaxis.judge.validity import Validity
-from oneaxis.report import text
+from oneaxis.report import quantisation, text
 from oneaxis.report.results import Results
+from oneaxis.report.tables import Table
 from oneaxis.track import model_name
 
 SCORERS = {
@@ -19,32 +20,6 @@ SCORERS = {
     "letter_permuted": "letter, all rotations",
 }  # fmt: skip
 """Scorers in the order of the page, with what each does."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """A cell that leads somewhere: to an anchor, or to a file beside the page."""
-
-    text: str
-    href: str
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells as text, to be shown as they are."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str | Link]]
-    align: str
-    """One letter a column: l, r, w for words that need room, or s for a status, which takes the row's tone."""
-    caption: str = ""
-    note: str = ""
-    tones: Sequence[str] = field(default_factory=tuple)
-    """One word a row: good, bad, invalid or nothing."""
-    folded: bool = False
-    """Shown only when the reader opens it."""
-    ids: Sequence[str] = ()
-    """Anchors of the rows."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +42,8 @@ def question(results: Results) -> str:
     steps = []
     if results.section("train").get("kind", "none") != "none":
         steps.append("DPO training")
-    if results.section("quantize").get("kind", "none") != "none":
-        steps.append("W8A8 INT8 quantisation")
+    if done := quantisation.short(results.section("quantize")):
+        steps.append(done)
     does = f"What does {' with '.join(steps)} do to {name}" if steps else f"How good is {name} as fetched"
     return f"{does}, and which load does the result serve within its class?"
 
@@ -81,7 +56,7 @@ def what_ran(results: Results) -> list[tuple[str, str]]:
     if train:
         lines.append(("Training", _train_line(train)))
     if quantize:
-        lines.append(("Quantisation", _quantize_line(quantize)))
+        lines.append(("Quantisation", quantisation.line(quantize)))
     if serve:
         lines.append(("Engine", _engine_line(results, serve)))
     if load:
@@ -115,17 +90,6 @@ def _train_line(train: Mapping[str, Any]) -> str:
             f"β {train['beta']:g}, learning rate {train['learning_rate']:g}, {anchor}")  # fmt: skip
 
 
-def _quantize_line(quantize: Mapping[str, Any]) -> str:
-    kinds = {"w8a8_int8_dynamic": "W8A8 INT8, activations per token at run time",
-             "w8a8_int8_static": "W8A8 INT8, one static activation scale a tensor"}  # fmt: skip
-    if quantize["kind"] == "none":
-        return "none: BF16 weights are served"
-    smooth = quantize["smooth"]
-    sites = ", ".join(smooth["sites"])
-    folded = f"SmoothQuant α = {smooth['alpha']:g} at {sites}" if smooth["sites"] else "no smoothing"
-    return f"{kinds.get(quantize['kind'], quantize['kind'])}; {folded}"
-
-
 def _engine_line(results: Results, serve: Mapping[str, Any]) -> str:
     provenance = results.provenance.get("sweep") or results.provenance.get("serve") or {}
     versions, hardware = provenance.get("versions", {}), provenance.get("hardware", {})
@@ -141,7 +105,7 @@ def _engine_line(results: Results, serve: Mapping[str, Any]) -> str:
 
 
 def quality_and_preference(results: Results) -> Table:
-    """Before and after: perplexity by quantisation, log-probabilities by training."""
+    """Before and after: perplexity and copies by quantisation, log-probabilities by training."""
     m = results.metrics
     rows: list[list[str]] = []
     sequences = results.table("quantize", "heldout_nll.parquet")
@@ -159,6 +123,8 @@ def quality_and_preference(results: Results) -> Table:
     elif "calibrate/perplexity" in m:
         rows.append(["Perplexity (not quantised)", text.number(m["calibrate/perplexity"], 4), "same", text.NONE,
                      text.NONE, text.NONE])  # fmt: skip
+    if row := quantisation.copies_row(results):
+        rows.append(row)
     displacement = results.document("train_dpo", "displacement.json") or {}
     for side, title in (("chosen", "Chosen log-probability"), ("rejected", "Rejected log-probability"),
                         ("escape", "Escape probe log-probability")):  # fmt: skip
@@ -237,7 +203,7 @@ def _points(stderr: float | None) -> str:
 
 
 def findings(results: Results) -> list[str]:
-    """The run in up to four sentences."""
+    """The run in up to five sentences."""
     m, said = results.metrics, []
     if "quantize/delta_nll" in m:
         effect, low, high = (
@@ -249,6 +215,8 @@ def findings(results: Results) -> list[str]:
         )  # fmt: skip
         before, after = (text.number(m[f"quantize/perplexity_{side}"], 4) for side in ("before", "after"))
         said.append(f"Quantisation: perplexity {moved}, {before} to {after} ({text.signed_percent(effect)}, {around}).")
+    if found := quantisation.copies_finding(results):
+        said.append(found)
     displacement = results.document("train_dpo", "displacement.json")
     if displacement:
         chosen, rejected = displacement["chosen"], displacement["rejected"]

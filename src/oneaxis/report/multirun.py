@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oneaxis.report import effects, verdicts
-from oneaxis.report.facts import Table
 from oneaxis.report.page import environment
 from oneaxis.report.plots import Plot
 from oneaxis.report.records import Multirun, missing, read_multirun
+from oneaxis.report.tables import Table
 from oneaxis.report.verdicts import WORDS, Comparison
 
 CARD = "card.md"

@@ -150,15 +150,17 @@ def by_layer(
     label: str,
     caption: str,
     bound: tuple[float, str] | None = None,
+    log: bool = True,
 ) -> Plot:
-    """One line per site over the layers, on a log scale: `series[site] = (layers, values)`."""
+    """One line per site over the layers, on a log scale (or not): `series[site] = (layers, values)`."""
 
     def paint(canvas: Canvas) -> None:
         axes = _axes(canvas)
         for i, (site, (layers, values)) in enumerate(series.items()):
             axes.plot(layers, values, color=SERIES[i % 6], marker=MARKERS[i % 6], linestyle=LINES[i % 6],
                       markersize=3.4, label=site)  # fmt: skip
-        _log_scale(axes, "y", [value for _, values in series.values() for value in values])
+        if log:
+            _log_scale(axes, "y", [value for _, values in series.values() for value in values])
         if bound is not None:
             axes.axhline(bound[0], color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
             axes.annotate(bound[1], (1, bound[0]), xycoords=("axes fraction", "data"), ha="right", va="bottom",

@@ -12,11 +12,12 @@ import polars as pl
 from oneaxis.config.schema import ServiceClass
 from oneaxis.judge.validity import differences
 from oneaxis.load.metrics import per_request, requests_needed
-from oneaxis.report import plots, text
-from oneaxis.report.facts import SCORERS, Cell, Table, cells
+from oneaxis.report import plots, quantisation, text
+from oneaxis.report.facts import SCORERS, Cell, cells
 from oneaxis.report.plots import Plot
 from oneaxis.report.results import STAGES, Results
 from oneaxis.report.statistics import quantile_interval, share_interval
+from oneaxis.report.tables import Table
 
 
 @dataclass
@@ -38,7 +39,7 @@ def all_sections(results: Results) -> list[Section]:
 
 
 def quality(results: Results) -> Section:
-    """Perplexity paired by sequence, outliers per layer, rounding error per layer."""
+    """Perplexity paired by sequence, outliers, rounding error and alpha per layer, what the model says otherwise."""
     section = Section("quality", "Quality", lead="What quantisation did to the model's predictions, and where.")
     m = results.metrics
     before = results.table("calibrate", "heldout_nll.parquet")
@@ -61,8 +62,18 @@ def quality(results: Results) -> Section:
         section.plots.append(plots.by_layer(
             "errors", _per_site(layers, "output_error"), ylabel="relative output error",
             label="Relative error of each linear layer's output after quantisation, over the layers.",
-            caption="The error of a layer's output on calibration activations, against the layer before quantisation.",
+            caption="The error of a linear layer's output on held-out text, against the same layer before rounding.",
         ))  # fmt: skip
+    smooth = results.section("quantize").get("smooth", {})
+    if layers is not None and "alpha" in layers.columns and smooth.get("alpha") == "auto" and smooth["sites"]:
+        section.plots.append(plots.by_layer(
+            "alpha", _per_site(layers, "alpha"), ylabel="α", log=False,
+            label="The smoothing alpha of each tensor that linear layers read, over the layers.",
+            caption="Chosen per tensor, for the least output error on the activation sample; larger moves more range "
+            "from the activations to the weights.",
+        ))  # fmt: skip
+    section.tables += filter(None, (quantisation.measures(results), quantisation.copies(results),
+                                    quantisation.changed(results)))  # fmt: skip
     rows = [
         ["The fold alone changes float32 logits by up to", text.number(m.get("quantize/fold_error_max")),
          "of their absmax"],
@@ -74,9 +85,9 @@ def quality(results: Results) -> Section:
     rows = [row for row in rows if row[1] != text.NONE]
     if rows:
         section.tables.append(Table(("Check", "value", "unit"), rows, "lrl", caption="Checks of the numbers"))
-    if not section.plots and not rows:
+    if not section.plots and not section.tables:
         section.absent = "calibrate and quantize did not run."
-    elif results.section("quantize").get("kind") == "none":
+    elif not quantisation.short(results.section("quantize")) and results.section("quantize"):
         section.lead = "Not quantised: the policy is served as it is. Its activations, for a later choice of scheme:"
     return section
 
@@ -86,8 +97,9 @@ def _small_percent(share: float | None) -> str:
 
 
 def _per_site(table: pl.DataFrame, column: str) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
-    """Per site the layers and the layer's largest value; rows of a whole layer, and undefined values, are left out."""
-    table = table.drop_nulls(["site", column])
+    """Per kind of site the layers and the layer's largest value; rows of a whole layer, and undefined values, are left
+    out. A site of an expert (`experts.3.down`) counts as its kind."""
+    table = table.drop_nulls(["site", column]).with_columns(pl.col("site").str.split(".").list.last())
     grouped = table.group_by("site", "layer", maintain_order=True).agg(pl.col(column).max()).sort("layer")
     sites = list(dict.fromkeys(table["site"].to_list()))
     return {

@@ -15,8 +15,8 @@ from typing import Any
 from oneaxis.config import STAGE_SECTIONS
 from oneaxis.multirun.record import Axis, Point
 from oneaxis.report import text
-from oneaxis.report.facts import Link, Table
 from oneaxis.report.records import Multirun, Verdict
+from oneaxis.report.tables import Link, Table
 
 WORDS = {"accept": "✓ accept", "better": "▲ better", "reject": "✕ reject", "worse": "▼ worse", "tie": "= tie",
          "unresolved": "? unresolved", "invalid": "! INVALID", "not judged": "– not judged"}  # fmt: skip
