@@ -1,11 +1,12 @@
 """From a checkpoint folder to a model that computes what an engine computes with it, for measuring on a CPU.
 
-A plain folder becomes the model in the dtype asked for. An INT8 folder in the compressed-tensors format becomes the
-same model with `Int8Linear` in place of each quantised linear, so that activations are rounded as the scheme says.
+A plain folder becomes the model in the dtype asked for. A quantised folder in the compressed-tensors format becomes the
+same model with an `Int8Linear`, `Int4Linear` or `Fp8Linear` in place of each quantised linear, so that activations are
+rounded as the scheme says, and with keys and values rounded where the KV cache is FP8.
 Local files only, safetensors only, and never a model's own code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,23 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from oneaxis.checkpoint.compressed import read_scheme
+from oneaxis.checkpoint.compressed import Scheme, read_scheme
 from oneaxis.errors import UserError
-from oneaxis.quantize.int8 import Int8Linear, dequantize_weight
+from oneaxis.quantize import int4
+from oneaxis.quantize.experts import split_experts
+from oneaxis.quantize.families import FAMILIES, decoder
+from oneaxis.quantize.fp8 import Fp8Linear
+from oneaxis.quantize.int8 import Int8Linear
+from oneaxis.quantize.kv import ATTENTION, SCALES, kv_rounding
+from oneaxis.quantize.linears import QuantizedLinear
 
 
 def load_for_measuring(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a checkpoint, plain or INT8 as `oneaxis.quantize` writes it, and its tokenizer, ready for a forward pass.
+    """Load a checkpoint, plain or quantised as `oneaxis.quantize` writes it, and its tokenizer, ready to run.
 
     Args:
         folder: config.json, *.safetensors, tokenizer.
-        dtype: of everything that is not quantised; INT8 levels are summed in float32 whatever it is.
+        dtype: of everything that is not quantised; levels are summed in float32 whatever it is.
 
     Raises:
         UserError: something is missing, does not fit, needs the model's own code, or is quantised in another format.
@@ -47,7 +54,7 @@ def load_for_measuring(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedMode
     if quantization is None:
         model = _load_plain(folder, config, dtype)
     else:
-        model = _load_int8(folder, config, quantization, dtype)
+        model = _load_quantized(folder, config, quantization, dtype)
     model.eval()
     model.requires_grad_(False)
     return model, tokenizer
@@ -148,34 +155,84 @@ def require_whole(where: str, wrong: list[str]) -> None:
         raise UserError(f"{where}: {wrong[0]}{others}; allowed: the tensors of the model that config.json describes")
 
 
-def _load_int8(
+def stored_shapes(scheme: Scheme, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+    """The tensors beside a quantised linear's name, and their shapes."""
+    if scheme.kind != "w4a16":
+        shapes: dict[str, tuple[int, ...]] = {"weight": (out_features, in_features), "weight_scale": (out_features, 1)}
+        return {**shapes, "input_scale": (1,)} if scheme.kind == "w8a8_int8_static" else shapes
+    assert scheme.group_size is not None
+    groups, packed = in_features // scheme.group_size, -(-in_features // int4.PER_INT32)
+    shapes = {"weight_packed": (out_features, packed), "weight_scale": (out_features, groups), "weight_shape": (2,)}
+    return shapes if scheme.symmetric else {**shapes, "weight_zero_point": (-(-out_features // int4.PER_INT32), groups)}
+
+
+def linear_of(
+    scheme: Scheme, name: str, tensors: Mapping[str, Tensor], *, out_features: int, in_features: int, where: str
+) -> QuantizedLinear:
+    """A quantised linear from its tensors in a checkpoint.
+
+    Args:
+        name: its stored name, and `where` the checkpoint, for messages.
+        tensors: those beside its name (`weight`, `weight_scale`, ...); `bias` may be among them.
+
+    Raises:
+        UserError: a tensor is missing, too many, or has another shape or dtype than the scheme says.
+    """
+    shapes, bias_O = stored_shapes(scheme, out_features, in_features), tensors.get("bias")
+    given = {part: tensor for part, tensor in tensors.items() if part != "bias"}
+    wrong = [f"{name}.{part} is missing" for part in shapes.keys() - given.keys()]
+    wrong += [f"{name}.{part} is there" for part in given.keys() - shapes.keys()]
+    wrong += [_other_shape(f"{name}.{part}", tensor.shape, shapes[part]) for part, tensor in given.items()
+              if part in shapes and tuple(tensor.shape) != shapes[part]]  # fmt: skip
+    wanted = {"w4a16": torch.int32, "w8a8_fp8": torch.float8_e4m3fn}.get(scheme.kind, torch.int8)
+    wrong += [f"{name}.{part} holds {tensor.dtype}, not {wanted}" for part, tensor in given.items()
+              if part in ("weight", "weight_packed", "weight_zero_point") and tensor.dtype != wanted]  # fmt: skip
+    if wrong:
+        raise UserError(f"{where}: {min(wrong)}; allowed: what config.json says ({scheme.kind})")
+    if scheme.kind == "w4a16":
+        levels_OI = int4.unpack(given["weight_packed"], in_features)
+        packed = given.get("weight_zero_point")
+        zero_OG = None if packed is None else int4.unpack(packed.T, out_features).T.contiguous()
+        return int4.Int4Linear(levels_OI, given["weight_scale"], zero_OG, bias_O)
+    if scheme.kind == "w8a8_fp8":
+        return Fp8Linear(given["weight"], given["weight_scale"], bias_O)
+    return Int8Linear(given["weight"], given["weight_scale"], bias_O, given.get("input_scale"))
+
+
+def quantized_names(names: Iterable[str]) -> list[str]:
+    """The stored names of the quantised linears of a checkpoint, from those of its tensors."""
+    return sorted(name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale"))
+
+
+def _load_quantized(
     folder: Path, config: PretrainedConfig, quantization: dict[str, Any], dtype: torch.dtype
 ) -> PreTrainedModel:
     scheme = read_scheme(quantization, str(folder / "config.json"))
     tensors = read_tensors(folder)
-    quantized = sorted(name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale"))
-    layers: dict[str, Int8Linear] = {}
-    for name in quantized:
-        levels_OI, scale_O1 = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.weight_scale")
-        input_scale = tensors.pop(f"{name}.input_scale", None)
-        if levels_OI.dtype != torch.int8 or scale_O1.shape != (len(levels_OI), 1):
-            raise UserError(f"{folder}: {name} holds {levels_OI.dtype} with scales of shape {tuple(scale_O1.shape)}; "
-                            "allowed: int8 with one scale per output channel")  # fmt: skip
-        if (input_scale is None) != (scheme == "w8a8_int8_dynamic"):
-            raise UserError(f"{folder}: {name}.input_scale is {'missing' if input_scale is None else 'there'}; "
-                            f"allowed: what config.json says ({scheme})")  # fmt: skip
-        bias_O = tensors.get(f"{name}.bias")
-        layers[name] = Int8Linear(levels_OI, scale_O1, None if bias_O is None else bias_O.to(dtype), input_scale)
-        # The model is first loaded whole, so that a tensor that is missing or too many shows.
-        tensors[f"{name}.weight"] = dequantize_weight(levels_OI, scale_O1).to(dtype)
+    attention = {"attn_implementation": ATTENTION} if scheme.kv == "fp8" else {}
     # Random weights are drawn and overwritten; the caller's random state is not touched by it.
     with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **attention)
+    tensors = _as_in_the_model(model, config, tensors)
+    _take_kv_scales(model, scheme, tensors, str(folder))
     shapes, tied = (
         {name: tensor.shape for name, tensor in model.state_dict().items()},
         model.all_tied_weights_keys or {},
     )
-    expected, given = shapes.keys() - tied.keys(), tensors.keys() - tied.keys()
+    expected = shapes.keys() - tied.keys()
+    for name in quantized_names(tensors):
+        module = dict(model.named_modules()).get(name)
+        if not isinstance(module, nn.Linear):
+            raise UserError(f"{folder}: {name} is unknown to this model; allowed: the linears that config.json gives")
+        parts = {part: tensors.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in tensors}
+        if "bias" in parts:
+            parts["bias"] = parts["bias"].to(dtype)
+        if ("bias" in parts) != (module.bias is not None):
+            require_whole(str(folder), [f"{name}.bias is {'unknown to this model' if 'bias' in parts else 'missing'}"])
+        sizes = {"out_features": module.out_features, "in_features": module.in_features}
+        model.set_submodule(name, linear_of(scheme, name, parts, **sizes, where=str(folder)))
+        expected -= {f"{name}.weight", f"{name}.bias"}
+    given = tensors.keys() - tied.keys()
     wrong = [f"{name} is missing" for name in sorted(expected - given)]
     wrong += [f"{name} is unknown to this model" for name in sorted(given - expected)]
     wrong += [_other_shape(name, tensors[name].shape, shapes[name]) for name in sorted(expected & given)
@@ -183,11 +240,39 @@ def _load_int8(
     require_whole(str(folder), wrong)
     model.load_state_dict(tensors, strict=False)
     model.tie_weights()
-    for name, layer in layers.items():
-        module = model.get_submodule(name)
-        assert isinstance(module, nn.Linear), f"{name} is {type(module).__name__}"
-        model.set_submodule(name, layer)
     return model
+
+
+PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale", "bias")
+"""What may stand beside a quantised linear's name."""
+
+
+def _as_in_the_model(model: PreTrainedModel, config: PretrainedConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by their names in the model, whose experts are split so that each linear is one."""
+    if config.model_type not in FAMILIES:
+        return tensors
+    family, layers = decoder(config), model.get_submodule(decoder(config).layers_path)
+    ours: dict[str, str] = {}
+    for index, layer in enumerate(layers.children()):
+        for name, _ in split_experts(layer).named_modules():
+            ours[family.stored_name(index, name)] = f"{family.layers_path}.{index}.{name}"
+
+    def renamed(name: str) -> str:
+        module, _, part = name.rpartition(".")
+        return f"{ours.get(module, module)}.{part}"
+
+    return {renamed(name): tensor for name, tensor in tensors.items()}
+
+
+def _take_kv_scales(model: PreTrainedModel, scheme: Scheme, tensors: dict[str, Tensor], where: str) -> None:
+    """Take the scales of keys and values out of `tensors`, and let every attention round as the cache does."""
+    if scheme.kv == "none":
+        return
+    for name, module in model.named_modules():
+        if not (hasattr(module, "layer_idx") and hasattr(module, "head_dim")):
+            continue
+        require_whole(where, [f"{name}.{part} is missing" for part in SCALES if f"{name}.{part}" not in tensors])
+        module.kv_functions = [kv_rounding({part: tensors.pop(f"{name}.{part}") for part in SCALES})]
 
 
 def first_line(error: Exception) -> str:

@@ -73,7 +73,7 @@ def quantize(
                               settings.ignore)  # fmt: skip
     tensors, layers = quantize_model(model, statistics, settings, ignored, dtype, unseen)
     checkpoint = out / "checkpoint"
-    write_checkpoint(policy, checkpoint, tensors, quantization_config(settings.kind, settings.ignore))
+    write_checkpoint(policy, checkpoint, tensors, quantization_config(settings))
     layers.write_parquet(out / "layers.parquet")
     del model, tensors
 
