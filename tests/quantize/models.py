@@ -139,6 +139,7 @@ def statistics_of(
             name = f"layers.{index}.{site.name}"
             x_NC = inputs[name] if len(inputs[name]) else torch.zeros(1, inputs[name].shape[1])
             weights = [layer.get_submodule(linear).weight.abs().amax(dim=0) for linear in site.readers]
-            found |= {f"{name}.absmax": x_NC.abs().amax(dim=0), f"{name}.min": x_NC.amin(dim=0),
-                      f"{name}.max": x_NC.amax(dim=0), f"{name}.weight_absmax": torch.stack(weights).amax(dim=0)}  # fmt: skip
+            found[f"{name}.weight_absmax"] = torch.stack(weights).amax(dim=0)
+            found[f"{name}.absmax"], found[f"{name}.min"] = x_NC.abs().amax(dim=0), x_NC.amin(dim=0)
+            found[f"{name}.max"] = x_NC.amax(dim=0)
     return found

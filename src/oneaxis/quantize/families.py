@@ -209,6 +209,8 @@ def _held(model: nn.Module) -> str:
 
 def _heads(config: Any) -> Heads:
     num_heads = config.num_attention_heads
+    if config.model_type in ("opt", "gpt2"):  # A stray num_key_value_heads means nothing to them.
+        return Heads(num_heads, num_heads, config.hidden_size // num_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return Heads(num_heads, getattr(config, "num_key_value_heads", None) or num_heads, head_dim)
 
