@@ -51,8 +51,19 @@ def test_first_token_without_context_is_not_predicted() -> None:
 def test_too_little_text_says_how_much_there_is() -> None:
     origin = f"{Path('heldout.parquet')}: calibrate.heldout_sequences"
     # 11 letters and 5 times two line breaks.
-    with pytest.raises(UserError, match=r"calibrate\.heldout_sequences=3 of 10 tokens each need 30 .* there are 21"):
+    said = r"calibrate\.heldout_sequences=3 of 10 tokens each need 30 .* there are 21; allowed: up to 2, or more text"
+    with pytest.raises(UserError, match=said):
         pack(DOCUMENTS, letters(), 3, 10, origin=origin)
+
+
+def test_text_shorter_than_one_window_says_how_long_a_window_may_be() -> None:
+    said = (
+        r"calibrate\.num_sequences=1 of 64 .* there are 21; allowed: calibrate\.sequence_tokens up to 22, or more text"
+    )
+    with pytest.raises(UserError, match=said):
+        pack(DOCUMENTS, letters("<s> $A"), 1, 64, origin="heldout.parquet: calibrate.num_sequences")
+    with pytest.raises(UserError, match=r"of 64 tokens each need 64 .* there are 0; allowed: more text"):
+        pack(DOCUMENTS.clear(), letters(), 1, 64, origin="text")
 
 
 def test_frame_and_back() -> None:

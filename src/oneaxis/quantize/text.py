@@ -91,8 +91,11 @@ def pack(
             if len(tokens) >= needed:
                 break
     if len(tokens) < needed:
+        there, longest = len(tokens) // body, len(tokens) + len(prefix)
+        shorter = f"calibrate.sequence_tokens up to {longest}, or more text" if longest >= 16 else "more text"
         raise UserError(f"{origin}={num_sequences} of {sequence_tokens} tokens each need {needed} tokens of text, "
-                        f"there are {len(tokens)}; allowed: fewer or shorter ones, or more text")  # fmt: skip
+                        f"there are {len(tokens)}; allowed: "
+                        + (f"up to {there}, or more text" if there else shorter))  # fmt: skip
     token_ids = torch.tensor(tokens[:needed]).view(num_sequences, body)
     source_ids = torch.tensor(token_sources[:needed]).view(num_sequences, body)
     start = torch.tensor(prefix, dtype=torch.long).expand(num_sequences, -1)
