@@ -103,13 +103,13 @@ def test_quantisation_says_what_moved_each_with_its_interval(whole: Whole) -> No
     """Oracle: the literal numbers of conftest.py."""
     _, _, page, _ = whole
     assert page.row("Perplexity")[1:] == ["15.39", "15.67", "+1.8%", "+1.2% to +2.4%", "16"]
-    assert page.row("– novel")[1:4] == ["21.90", "22.27", "+1.7%"]
+    assert page.row("Perplexity, novel")[1:4] == ["21.90", "22.27", "+1.7%"]
     assert page.row("KL from the policy, nats a token")[1:] == ["0", "0.0213", "+0.0213", "0.0197 to 0.0229", "16"]
     assert page.row("Same most likely token")[1:] == ["100%", "94.2%", "−5.8 points", "−6.2 to −5.4 points", "16"]
     assert page.row("all kinds")[1:] == ["65%", "60%", "−5.2 points", "−10.0 to −0.4 points", "13", "1", "228", "20"]
     assert page.row("digits")[3:5] == ["0.0 points", "−11.0 to +11.0 points"]
     assert page.row("retrieval from a long text")[4] == "–"
-    assert "The suite tells them apart: the model copies 65.3% of 228 strings" in page.text
+    assert "The suite tells a weak quantisation apart: the model copies 65.3% of 228 strings" in page.text
     assert page.row("Exact copies, by quantisation")[1:] == [
         "65.3%", "60.1%", "−5.2 points", "−10.0 to −0.4 points", "228 strings"]  # fmt: skip
     assert "Exact copies: 65.3% to 60.1% of 228 strings (−5.2 points, 95% interval −10.0 to −0.4 points)." in page.text

@@ -350,13 +350,11 @@ def discriminates(base: pl.DataFrame, weak: pl.DataFrame) -> dict[str, Any]:
     found = compared["all"]
     exact = found["exact"]
     tells = bool(exact["ci_high"] is not None and exact["ci_high"] < 0)
-    shares = f"{found['exact_base']:.1%} of {found['num_tasks']} strings, the known-weak {found['exact_other']:.1%}"
+    shares = f"{found['exact_base']:.1%} of {found['num_tasks']} strings, plain static INT8 {found['exact_other']:.1%}"
     if tells:
-        why = f"The suite tells them apart: the model copies {shares}."
+        why = f"The suite tells a weak quantisation apart: the model copies {shares}."
     else:
-        why = (
-            f"The suite cannot tell a known-weak model apart, so an equal score is no proof: the model copies {shares}."
-        )
+        why = f"The suite cannot tell a weak quantisation apart; an equal score is no proof: the model copies {shares}."
     return {
         "discriminates": tells,
         **exact,

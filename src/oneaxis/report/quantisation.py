@@ -31,7 +31,7 @@ def changed(results: Results) -> Table | None:
     if "quantize/checkpoint_bytes" in m:
         before = f", from {_megabytes(m['fetch_model/bytes'])}" if "fetch_model/bytes" in m else ""
         rows.append(["Weights on disk", f"{_megabytes(m['quantize/checkpoint_bytes'])}{before}"])
-    return Table(("What was changed", ""), rows, "lw", caption="What was changed")
+    return Table(("Part", "is now"), rows, "lw", caption="What was changed")
 
 
 def _megabytes(size: float) -> str:
@@ -106,7 +106,7 @@ def measures(results: Results) -> Table | None:
     whole = report["perplexity"]
     rows = [_perplexity_row("Perplexity", whole)]
     if len(report["sources"]) > 1:
-        rows += [_perplexity_row(f"– {source}", found) for source, found in report["sources"].items()]
+        rows += [_perplexity_row(f"Perplexity, {source}", found) for source, found in report["sources"].items()]
     kl, same = report["kl"], report["top1_agreement"]
     rows.append(["KL from the policy, nats a token", "0", text.number(kl["effect"]), text.signed(kl["effect"]),
                  _between(kl, text.number), text.count(whole["n"])])  # fmt: skip
@@ -136,7 +136,7 @@ def copies(results: Results) -> Table | None:
     if not found:
         return None
     parts = {"all kinds": found["all"]}
-    parts |= {KIND_TITLES.get(kind, kind): part for kind, part in found["kinds"].items()}
+    parts |= {title: found["kinds"][kind] for kind, title in KIND_TITLES.items() if kind in found["kinds"]}
     rows = [
         [title, text.percent(part["exact_base"], 0), text.percent(part["exact_other"], 0),
          points(part["exact"]["effect"]), _between(part["exact"], points), text.count(part["lost"]),
