@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from oneaxis.checkpoint.layerwise import Layerwise
+from oneaxis.checkpoint.load import load_for_measuring
+from oneaxis.config.schema import Quantize
 from oneaxis.errors import UserError
+from tests.checkpoint.quantised import write_quantised
+from tests.quantize.checkpoints import scheme
 from tests.quantize.models import MODELS, site_inputs, split, tiny, token_ids
+from tests.serve.tiny import random_llama
 
 NUM_TOKENS = 24
 
@@ -134,6 +140,69 @@ def test_names_and_dtypes_are_those_of_the_files(written: Callable[[str], tuple[
     assert layerwise.stored_dtype == torch.float32
 
 
+# --- quantised ------------------------------------------------------------------------------------------------------
+
+SCHEMES = {
+    "dynamic": scheme("w8a8_int8_dynamic"),
+    "static": scheme("w8a8_int8_static", ignore=("re:.*layers.0.mlp",)),
+    "int4": scheme("w4a16", kv="fp8"),
+    "int4_asymmetric": scheme("w4a16", symmetric=False),
+    "fp8": scheme("w8a8_fp8"),
+    "only_kv": TypeAdapter(Quantize).validate_python({"kind": "none", "kv": "fp8"}),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_a_quantised_checkpoint_is_computed_as_it_is_measured(tmp_path: Path, kind: str) -> None:
+    """Oracle: `load_for_measuring`, which loads the whole model."""
+    policy = random_llama(tmp_path / "policy")
+    folder = write_quantised(policy, tmp_path / "out", SCHEMES[kind])
+    model, _ = load_for_measuring(folder, torch.float32)
+    ids_ST = torch.randint(0, 320, (3, 16), generator=torch.Generator().manual_seed(3))
+    layerwise = Layerwise.open(folder)
+    logits_NV = layerwise.logits(layerwise.run(ids_ST, batch_size=2).flatten(0, 1))
+    exact_STV = model(ids_ST).logits
+    plain_STV = load_for_measuring(policy, torch.float32)[0](ids_ST).logits
+    # A level may round the other way where two ways to sum differ in the last bit; the scheme itself changes far more.
+    change = float((logits_NV.view_as(exact_STV) - exact_STV).norm() / exact_STV.norm())
+    assert change < 1e-3
+    assert float((plain_STV - exact_STV).norm() / exact_STV.norm()) > 10 * change
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "phi3", "gemma3", "opt"])
+def test_quantised_linears_of_other_families(
+    written: Callable[[str], tuple[Path, PreTrainedModel]], tmp_path: Path, family: str
+) -> None:
+    """Oracle: the unquantised layer with the rounded weights put in its place, where activations are not rounded."""
+    policy, _ = written(family)
+    layerwise = Layerwise.open(write_quantised(policy, tmp_path / "out", scheme("w8a8_int8_dynamic")))
+    plain = Layerwise.open(policy)
+    for index in range(plain.num_layers):
+        rounded, exact = layerwise.layer(index), plain.layer(index)
+        for name in plain.decoder.linears(index):
+            linear, weight_OI = rounded.get_submodule(name), exact.get_submodule(name).weight
+            error_OI = (linear.weight_values() - weight_OI).abs()
+            assert (error_OI <= weight_OI.abs().amax(dim=1, keepdim=True) / 127 * 0.501).all()
+            bias = exact.get_submodule(name).bias
+            assert (linear.bias is None) == (bias is None)
+            assert bias is None or linear.bias.equal(bias)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("model.layers.1.mlp.up_proj.weight_scale", "up_proj.weight_scale is missing"),
+        ("model.layers.1.mlp.up_proj.input_scale", "up_proj.input_scale is missing"),
+        ("model.layers.1.mlp.up_proj.weight", "up_proj.weight is missing"),
+        ("model.layers.1.self_attn.k_scale", "self_attn.k_scale is missing"),
+    ],
+)
+def test_what_a_scheme_needs_is_named(tmp_path: Path, name: str, text: str) -> None:
+    folder = write_quantised(random_llama(tmp_path / "policy"), tmp_path / "out", scheme("w8a8_int8_static", kv="fp8"))
+    change(folder, name, lambda _: None)
+    assert text in said(folder)
+
+
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
@@ -247,10 +316,11 @@ def read_all(folder: Path) -> Tensor:
 
 def test_a_quantised_checkpoint_is_refused_where_a_plain_one_is_needed(sharded: Path) -> None:
     config = json.loads((sharded / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (sharded / "config.json").write_text(json.dumps(config), encoding="utf-8")
     text = said(sharded, plain=True)
-    assert text.startswith(f"{sharded}: is quantised already (compressed-tensors int-quantized); allowed: an unquant")
+    assert "quantization_config is 'gptq'" in said(sharded)
+    assert text.startswith(f"{sharded}: is quantised already (gptq); allowed: an unquant")
 
 
 def test_an_unknown_family_is_refused(sharded: Path) -> None:

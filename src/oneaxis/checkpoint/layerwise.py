@@ -26,38 +26,31 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 
-from oneaxis.checkpoint.load import first_line, load_tokenizer, read_config, require_whole
+from oneaxis.checkpoint.compressed import Scheme, read_scheme
+from oneaxis.checkpoint.load import (
+    PARTS,
+    first_line,
+    linear_of,
+    load_tokenizer,
+    read_config,
+    require_whole,
+    stored_shapes,
+)
 from oneaxis.checkpoint.tensors import Place, find_tensors, read_rows, read_tensor, require_finite
 from oneaxis.errors import UserError
 from oneaxis.quantize.experts import split_experts
 from oneaxis.quantize.families import Decoder, Site, check_layer, decoder
+from oneaxis.quantize.kv import ATTENTION, SCALES, RoundKV, attention_of, kv_rounding
 
 See = Callable[[str, Tensor], None]
 """Called with a tensor's name and its values, [B, T, C]."""
-RoundKV = Callable[[str, Tensor], Tensor]
-"""From "k" or "v" and its values [B, K, T, H] to what a cache gives back."""
-
-ATTENTION = "oneaxis_kv"
-"""transformers' name for scaled dot-product attention whose keys and values can be seen and rounded."""
 HEAD_ROWS = 4096
 """Rows of the output head that are in memory at once."""
+HIGH = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of what is not quantised."""
 OFTEN_LEFT_OVER = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Ends of names of tensors that older checkpoints hold and that no model reads."""
-
-
-def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    """sdpa, with the layer's key/value functions before it; key and value are [B, K, T, H], after rotary."""
-    for function in getattr(module, "kv_functions", ()):
-        key, value = function("k", key), function("v", value)
-    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-
-
-AttentionInterface.register(ATTENTION, _attend)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class _Recorder(nn.Module):
@@ -97,11 +90,12 @@ class Hidden:
 class Layerwise:
     """A checkpoint folder, plain or as `oneaxis.quantize` writes it, that runs layer by layer."""
 
-    def __init__(self, folder: Path, model: PreTrainedModel, family: Decoder, places: Mapping[str, Place]):
+    def __init__(self, folder: Path, model: PreTrainedModel, family: Decoder, scheme: Scheme, places: dict[str, Place]):
         self.folder = folder
         self.config: PretrainedConfig = model.config
         self.decoder = family
-        self._places = dict(places)
+        self.scheme = scheme
+        self._places = places
         self._model = model
         parent, _, leaf = family.layers_path.rpartition(".")
         backbone = model.get_submodule(parent)
@@ -134,14 +128,15 @@ class Layerwise:
             raise UserError(f"{folder}: is quantised already ({kind or 'quantization_config in config.json'}); "
                             "allowed: an unquantised checkpoint, such as the base model")  # fmt: skip
         family = decoder(config)
+        scheme = Scheme("none") if quantization is None else read_scheme(quantization, str(folder / "config.json"))
         places = find_tensors(folder)
         model = _on_meta(folder, config)
         layers = model.get_submodule(family.layers_path)
         for index, layer in enumerate(layers):
             check_layer(family, index, split_experts(layer))
         places = _with_prefix(places, model.base_model_prefix)
-        require_whole(str(folder), _misfits(model, family, places))
-        found = cls(folder, model, family, places)
+        require_whole(str(folder), _misfits(model, family, scheme, places))
+        found = cls(folder, model, family, scheme, places)
         found._read_outside()
         return found
 
@@ -188,8 +183,18 @@ class Layerwise:
         give_back()
         # The configuration is shared, not copied: it says how attention is computed.
         layer = copy.deepcopy(self._layers[index], {id(self.config): self.config})
+        for name in self.decoder.linears(index):
+            stored = self.decoder.stored_name(index, name)
+            if _is_quantized(stored, self.scheme, self._places):
+                parts = {part: self.tensor(f"{stored}.{part}") for part in PARTS if f"{stored}.{part}" in self._places}
+                plain: Any = layer.get_submodule(name)
+                sizes = {"out_features": plain.out_features, "in_features": plain.in_features}
+                layer.set_submodule(name, linear_of(self.scheme, stored, parts, **sizes, where=str(self.folder)))
+        if self.scheme.kv == "fp8":
+            scales = {part: self.tensor(name) for part, name in _kv_scales(self.decoder, index, layer).items()}
+            attention_of(layer).kv_functions = [kv_rounding(scales)]  # type: ignore[assignment]
         tensors = {}
-        for name in layer.state_dict():
+        for name in (name for name, tensor in layer.state_dict().items() if tensor.is_meta):
             tensor = self.tensor(self.decoder.stored_name(index, name)).float()
             tensors[name] = tensor.t().contiguous() if self.decoder.transposed(index, name) else tensor
         layer.load_state_dict(tensors, strict=False, assign=True)
@@ -350,22 +355,45 @@ def _with_prefix(places: dict[str, Place], prefix: str) -> dict[str, Place]:
     return {name if name.startswith("lm_head.") else f"{prefix}.{name}": place for name, place in places.items()}
 
 
-def _misfits(model: PreTrainedModel, family: Decoder, places: Mapping[str, Place]) -> list[str]:
-    """Which tensors are missing, unknown, or of another shape than the model's."""
+def _misfits(model: PreTrainedModel, family: Decoder, scheme: Scheme, places: Mapping[str, Place]) -> list[str]:
+    """Which tensors are missing, unknown, or of another shape or kind than the model's."""
     tied = model.all_tied_weights_keys or {}
     prefix = f"{family.layers_path}."
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
                 if not name.startswith(prefix) and name not in tied}  # fmt: skip
+    high = set(expected)
     for index, layer in enumerate(model.get_submodule(family.layers_path).children()):
-        for name, tensor in layer.state_dict().items():
-            shape = tensor.shape[::-1] if family.transposed(index, name) else tensor.shape
-            expected[family.stored_name(index, name)] = tuple(shape)
+        shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+        for name in family.linears(index):
+            stored = family.stored_name(index, name)
+            if _is_quantized(stored, scheme, places):
+                parts = stored_shapes(scheme, *shapes.pop(f"{name}.weight"))
+                expected |= {f"{stored}.{part}": shape for part, shape in parts.items()}
+        if scheme.kv == "fp8":
+            expected |= dict.fromkeys(_kv_scales(family, index, layer).values(), (1,))
+        for name, shape in shapes.items():
+            stored = family.stored_name(index, name)
+            expected[stored] = shape[::-1] if family.transposed(index, name) else shape
+            high.add(stored)
     given = {name for name in places if name not in tied and not name.endswith(OFTEN_LEFT_OVER)}
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - given)]
     wrong += [f"{name} is unknown to this model" for name in sorted(given - expected.keys())]
     wrong += [f"{name} has shape {list(places[name].shape)}, not {list(expected[name])}"
               for name in sorted(expected.keys() & given) if places[name].shape != expected[name]]  # fmt: skip
+    wrong += [f"{name} holds {places[name].dtype} and no scale" for name in sorted(high & given)
+              if places[name].dtype not in HIGH]  # fmt: skip
     return wrong
+
+
+def _is_quantized(stored: str, scheme: Scheme, places: Mapping[str, Place]) -> bool:
+    """Whether a linear's weight is quantised, by its stored name: a scheme may leave some as they are."""
+    return scheme.kind != "none" and (f"{stored}.weight" not in places or places[f"{stored}.weight"].dtype not in HIGH)
+
+
+def _kv_scales(family: Decoder, index: int, layer: nn.Module) -> dict[str, str]:
+    """`k_scale` and `v_scale` -> their names in the checkpoint."""
+    attention = next(name for name, module in layer.named_modules() if module is attention_of(layer))
+    return {part: f"{family.stored_name(index, attention)}.{part}" for part in SCALES}
 
 
 # --- seeing -----------------------------------------------------------------------------------------------------
