@@ -8,12 +8,14 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oneaxis.errors import UserError
 from oneaxis.quantize.families import FAMILIES, KINDS, Decoder, Norm, Rows, Site, decoder
@@ -23,6 +25,8 @@ from tests.quantize.models import MODELS, SIZES, layers_of, site_inputs, split, 
 TOLERANCE = 1e-5
 """Of the logits' absmax."""
 ALPHA = 0.7
+SMALL = {"initializer_range": 0.15, "init_std": 0.15}
+"""Smaller weights than elsewhere: attention that saturates blows up float32's rounding, whatever is folded."""
 IDS = token_ids(3, 40, seed=9)
 
 
@@ -40,8 +44,7 @@ class Made:
 
 @cache
 def made(family: str) -> Made:
-    # Smaller weights than elsewhere: attention that saturates would blow up float32's rounding, not the fold's error.
-    model = tiny(family, initializer_range=0.15, init_std=0.15)
+    model = tiny(family, **SMALL)
     with torch.inference_mode():
         logits = model(IDS).logits
     description = split(model)
@@ -127,6 +130,25 @@ def test_invariance_of_all_folds_together(family: str) -> None:
     moved = change(one, model)
     print(f"{family:<13} all              {moved:.1e}")
     assert moved < TOLERANCE
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_invariance_of_a_written_checkpoint(family: str, tmp_path: Path) -> None:
+    """Folded layers under their stored names: the names that transformers writes, and the logits when it reads them."""
+    one, model = made(family), tiny(family, **SMALL)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    description, written = one.description, {}
+    for layer, module in enumerate(layers_of(one.model, description)):
+        sites = [site for site in description.sites(layer) if site.producer]
+        scales = scales_of(one, layer, [site.name for site in sites])
+        for name, tensor in fold_layer(dict(module.state_dict()), sites, scales).items():
+            turned = tensor.t().contiguous() if description.transposed(layer, name) else tensor
+            written[description.stored_name(layer, name)] = turned
+    assert set(written) == {name for name in tensors if name.startswith(description.layers_path)}
+    assert {name: tensor.shape for name, tensor in written.items()} == {name: tensors[name].shape for name in written}
+    save_file(tensors | written, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert change(one, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("family", "layer", "site"), cases(foldable=False))
