@@ -2,7 +2,7 @@
 
 import polars as pl
 
-from oneaxis.dvc_plots import accuracy_by_scorer, nll_by_sequence, over_rate, training_curve
+from oneaxis.dvc_plots import accuracy_by_scorer, copies_by_kind, nll_by_sequence, over_rate, training_curve
 
 
 def test_training_curve_keeps_absolute_log_probabilities() -> None:
@@ -19,6 +19,12 @@ def test_nll_by_sequence_is_the_mean_over_its_tokens() -> None:
     table = nll_by_sequence(before, after)
     assert table.columns == ["sequence", "nll_before", "nll_after"]
     assert table.rows() == [(0, 1.5, 3.0), (1, 4.0, 8.0)]
+
+
+def test_copies_by_kind_are_shares_in_the_order_of_the_table() -> None:
+    before = pl.DataFrame({"kind": ["json_keys", "json_keys", "base64"], "exact": [True, False, True]})
+    after = before.with_columns(exact=pl.lit(False))
+    assert copies_by_kind(before, after).rows() == [("json_keys", 0.5, 0.0), ("base64", 1.0, 0.0)]
 
 
 def test_over_rate_has_a_row_for_each_number_and_none_for_what_was_not_reached() -> None:

@@ -31,6 +31,15 @@ def nll_by_sequence(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
     return means[0].join(means[1], on="sequence", validate="1:1").sort("sequence")
 
 
+def copies_by_kind(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
+    """Two tables of `copy.parquet` as kind, exact_before, exact_after: shares of the strings, in the suite's order."""
+    shares = [
+        table.group_by("kind", maintain_order=True).agg(pl.col("exact").mean().round(6).alias(f"exact_{side}"))
+        for table, side in ((before, "before"), (after, "after"))
+    ]
+    return shares[0].join(shares[1], on="kind", validate="1:1", maintain_order="left")
+
+
 def over_rate(cells: pl.DataFrame) -> pl.DataFrame:
     """A sweep's cells as shape, rate_rps, panel, line, value: latency percentiles, goodput and attainment."""
     rows = []

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from oneaxis.artifacts import read_json, write_json
 from oneaxis.checkpoint.layerwise import Layerwise
+from oneaxis.dvc_plots import copies_by_kind
 from oneaxis.quantize.copying import CopyTasks, compare_copies, score_hidden
 from oneaxis.quantize.nll import CONFIDENCE, clustered_mean, compare, perplexity
 from oneaxis.quantize.text import Sequences, sequences_from_frame
@@ -38,7 +39,8 @@ def measure_quality(model: Layerwise, calibrated: Path, out: Path) -> dict[str, 
     """Measure a checkpoint against what `calibrate` measured of the policy.
 
     Writes heldout_nll.parquet (as calibrate's), quality.parquet (a row per predicted token: sequence i64, position i64,
-    source str, kl f64 nats, same_top1 bool), perplexity.json, quality.json, and copy.parquet where there are copies.
+    source str, kl f64 nats, same_top1 bool), perplexity.json, quality.json; where there are copies, copy.parquet and
+    copies.csv (for `dvc plots`).
 
     Args:
         model: the written checkpoint. calibrated: the folder of `calibrate`. out: an existing folder.
@@ -62,7 +64,9 @@ def measure_quality(model: Layerwise, calibrated: Path, out: Path) -> dict[str, 
     if tasks is not None:
         scored = score_hidden(of_copies, model.logits, tasks)
         scored.write_parquet(out / "copy.parquet")
-        report["copies"] = compare_copies(pl.read_parquet(calibrated / "copy.parquet"), scored)
+        base = pl.read_parquet(calibrated / "copy.parquet")
+        copies_by_kind(base, scored).write_csv(out / "copies.csv")
+        report["copies"] = compare_copies(base, scored)
         report["suite"] = read_json(calibrated / "copying.json")
     write_json(out / "quality.json", report)
     return quality_metrics(report)
@@ -71,7 +75,7 @@ def measure_quality(model: Layerwise, calibrated: Path, out: Path) -> dict[str, 
 def unchanged_quality(calibrated: Path, out: Path) -> dict[str, float]:
     """The same tables and names for a policy that is served as it is, so that it can be the baseline of any other.
 
-    Writes heldout_nll.parquet, and copy.parquet where `calibrate` did.
+    Writes heldout_nll.parquet, and copy.parquet and copies.csv where `calibrate` had copies.
 
     Returns:
         metrics without `quantize/` before their names: what has a value before and after.
@@ -82,6 +86,7 @@ def unchanged_quality(calibrated: Path, out: Path) -> dict[str, float]:
     if (calibrated / "copy.parquet").is_file():
         scored = pl.read_parquet(calibrated / "copy.parquet")
         scored.write_parquet(out / "copy.parquet")
+        copies_by_kind(scored, scored).write_csv(out / "copies.csv")
         if scored.height:
             metrics |= {f"copy_exact_{side}": float(scored["exact"].mean()) for side in ("before", "after")}  # type: ignore[arg-type]
     return metrics
