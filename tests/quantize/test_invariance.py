@@ -42,14 +42,16 @@ class Made:
     statistics: dict[str, Tensor]
 
 
-@cache
-def made(family: str) -> Made:
-    model = tiny(family, **SMALL)
+def make(family: str, **more: Any) -> Made:
+    model = tiny(family, **SMALL, **more)
     with torch.inference_mode():
         logits = model(IDS).logits
     description = split(model)
     ids = token_ids(4, 40)
     return Made(model, description, logits, statistics_of(model, description, site_inputs(model, description, ids)))
+
+
+made = cache(make)
 
 
 def scales_of(one: Made, layer: int, names: list[str], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -122,14 +124,38 @@ def test_invariance(family: str, layer: int, site: Site) -> None:
 @pytest.mark.parametrize("family", MODELS)
 def test_invariance_of_all_folds_together(family: str) -> None:
     """Every layer, every tensor that can be folded, as a checkpoint is folded."""
-    one = made(family)
+    moved = change_of_all_folds(made(family))
+    print(f"{family:<13} all              {moved:.1e}")
+    assert moved < TOLERANCE
+
+
+def change_of_all_folds(one: Made) -> float:
     model = copy.deepcopy(one.model)
     for layer, module in enumerate(layers_of(model, one.description)):
         sites = [site for site in one.description.sites(layer) if site.producer]
         fold_in_place(module, sites, scales_of(one, layer, [site.name for site in sites]))
-    moved = change(one, model)
-    print(f"{family:<13} all              {moved:.1e}")
-    assert moved < TOLERANCE
+    return change(one, model)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("opt", {"do_layer_norm_before": False}),
+        ("opt", {"layer_norm_elementwise_affine": False}),
+        ("opt", {"enable_bias": False, "word_embed_proj_dim": 16}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+        ("gemma2", {"attn_implementation": "eager", "attn_logit_softcapping": 5.0, "num_key_value_heads": 1}),
+        ("phi3", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
+        ("qwen3_moe", {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": []}),
+        ("mixtral", {"num_experts_per_tok": 1, "sliding_window": 8}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_invariance_of_variants(family: str, more: dict[str, Any]) -> None:
+    """What a config of the family may ask for beside the sizes."""
+    one = make(family, **more)
+    assert one.description.foldable()
+    assert change_of_all_folds(one) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", MODELS)
