@@ -15,7 +15,9 @@ from oneaxis.errors import UserError
 from oneaxis.quantize.experts import split_experts
 from oneaxis.quantize.families import decoder
 from oneaxis.quantize.int8 import Int8Linear
+from oneaxis.quantize.kv import round_kv
 from oneaxis.quantize.linears import QuantizedLinear
+from oneaxis.serve.command import engine_device
 from tests.checkpoint.quantised import log_probabilities, write_quantised
 from tests.quantize.checkpoints import int8, scheme
 from tests.quantize.models import tiny
@@ -193,15 +195,13 @@ def rounded(kind: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def rounds_keys_and_values(attention: torch.nn.Module, k_scale: float, v_scale: float) -> None:
-    """Replace torch's own attention inside one module's forward by one that rounds first."""
-    forward = attention.forward
+    """Replace torch's own attention inside one module's forward by one that rounds first, as the engine here does."""
+    forward, cut = attention.forward, engine_device() == "cpu"
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
     def call(*args: object, **kwargs: object) -> object:
         def rounding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: object) -> torch.Tensor:
-            key = (key / k_scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * k_scale
-            value = (value / v_scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * v_scale
-            return sdpa(query, key, value, **more)
+            return sdpa(query, round_kv(key, k_scale, cut=cut), round_kv(value, v_scale, cut=cut), **more)
 
         with patch("torch.nn.functional.scaled_dot_product_attention", rounding):
             return forward(*args, **kwargs)

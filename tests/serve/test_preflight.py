@@ -8,17 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from oneaxis.config.schema import QuantizeNone
 from oneaxis.errors import UserError
 from oneaxis.serve.preflight import (
     check_checkpoint,
     check_kv_cache,
     check_length,
     check_memory,
+    check_quantization,
     check_threads,
     kv_bytes_per_token,
     reserve_port,
 )
-from tests.serve.tiny import serve
+from tests.checkpoint.quantised import write_quantised
+from tests.quantize.checkpoints import scheme
+from tests.quantize.models import tiny
+from tests.serve.tiny import byte_tokenizer, random_llama, serve
 
 
 def test_a_port_in_use_is_refused_by_number_and_process() -> None:
@@ -110,3 +115,98 @@ def test_more_threads_than_cores_are_refused() -> None:
     check_threads(serve(threads=2), cores=2)
     with pytest.raises(UserError, match=r"serve\.threads=3: allowed: 0 to 2"):
         check_threads(serve(threads=3), cores=2)
+
+
+AVX512, AMX = frozenset({"avx2", "avx512f"}), frozenset({"avx2", "avx512f", "amx_tile"})
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+INT8, FP8 = {**INT4, "num_bits": 8, "strategy": "channel"}, {"num_bits": 8, "type": "float", "strategy": "channel"}
+PER_TOKEN, STATIC = {"num_bits": 8, "dynamic": True}, {"num_bits": 8, "dynamic": False, "strategy": "tensor"}
+
+
+def check(checkpoint: Path, flags: frozenset[str] = AVX512, **settings: object) -> None:
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    check_quantization(checkpoint, config, serve(**settings), cpu_flags=flags)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        scheme("w8a8_int8_dynamic"),
+        scheme("w8a8_int8_static", kv="fp8"),
+        scheme("w4a16", symmetric=False),
+        scheme("w8a8_fp8"),
+        QuantizeNone(kind="none", kv="fp8"),
+    ],
+    ids=lambda settings: f"{settings.kind}-{settings.kv}",
+)
+def test_what_we_write_is_run_by_a_cpu(tmp_path: Path, settings: object) -> None:
+    check(write_quantised(random_llama(tmp_path / "policy"), tmp_path / "quantised", settings))
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        ({"weights": INT4, "input_activations": PER_TOKEN}, r"W4A8 INT4: .*unquantised activations, as W4A16"),
+        ({"weights": INT8}, r"W8A16 INT8: it has no kernel for 8-bit weights alone"),
+        ({"weights": FP8}, r"W8A16 FP8: it has no kernel for 8-bit weights alone"),
+        ({"weights": FP8, "input_activations": STATIC}, r"W8A8 FP8 with static activations: it has no kernel"),
+        ({"weights": {**FP8, "num_bits": 4}}, r"W4A16 FP4: it has no kernel"),
+    ],
+)
+def test_a_scheme_that_a_cpu_does_not_compute_is_refused(tmp_path: Path, group: object, said: str) -> None:
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    checkpoint = random_llama(tmp_path / "checkpoint", quantization_config=quantization)
+    with pytest.raises(
+        UserError, match=rf"config\.json: quantization_config asks for {said}.*; allowed on a CPU: W8A8"
+    ):
+        check(checkpoint)
+
+
+def test_an_fp8_cache_that_a_cpu_cannot_run_is_refused(tmp_path: Path) -> None:
+    plain = random_llama(tmp_path / "plain")
+    cached = write_quantised(plain, tmp_path / "cached", QuantizeNone(kind="none", kv="fp8"))
+    narrow = random_llama(tmp_path / "narrow", head_dim=80)
+    unknown = random_llama(tmp_path / "int8", quantization_config={"kv_cache_scheme": {"num_bits": 8, "type": "int"}})
+    check(plain, frozenset({"avx2"}))
+    check(cached, frozenset())  # A machine that does not tell what its CPU can do.
+    with pytest.raises(UserError, match=r"config\.json: kv_cache_scheme: .*AVX-512 or AMX, and this one has neither"):
+        check(cached, frozenset({"avx2"}))
+    with pytest.raises(UserError, match=r"^serve\.kv_cache_dtype=fp8: an FP8 cache is only run by CPUs with AVX-512"):
+        check(plain, frozenset({"avx2"}), kv_cache_dtype="fp8")
+    with pytest.raises(UserError, match=r"kv_cache_dtype=fp8_e5m2: .*heads of 80 .*a multiple of 32"):
+        check(narrow, kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(UserError, match=r"kv_cache_scheme is int8: vLLM runs no such cache; allowed: float8"):
+        check(unknown)
+
+
+def test_int4_widths_that_the_kernel_does_not_take_are_refused(tmp_path: Path) -> None:
+    """What counts is the layer that the engine fuses: 32 + 16 + 16 rows of q, k and v are 64."""
+    model = tiny("llama")
+    assert model.config.hidden_size == 32
+    model.save_pretrained(tmp_path / "policy")
+    byte_tokenizer(tmp_path / "policy")
+    odd = scheme("w4a16", ignore=("re:.*down_proj",))
+    fits = write_quantised(tmp_path / "policy", tmp_path / "fits", odd)
+    check(fits)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(fits / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj"
+    for part in ("weight_packed", "weight_scale"):
+        tensors[f"{name}.{part}"] = tensors[f"{name}.{part}"][:8].clone()
+    save_file(tensors, fits / "model.safetensors")
+    with pytest.raises(UserError, match=r"layers\.1\.self_attn\.\w_proj .* is 56 x 32: .*multiples of 32 only"):
+        check(fits)
+
+
+def test_quantised_experts_want_amx(tmp_path: Path) -> None:
+    tiny("mixtral").save_pretrained(tmp_path / "policy")
+    byte_tokenizer(tmp_path / "policy")
+    quantised = write_quantised(tmp_path / "policy", tmp_path / "quantised", scheme("w8a8_int8_dynamic"))
+    check(quantised, AMX)
+    with pytest.raises(
+        UserError, match=r"experts\.0\.w1 is quantised: vLLM runs quantised experts only on CPUs with AMX"
+    ):
+        check(quantised)
+    high = scheme("w8a8_int8_dynamic", ignore=("re:.*experts",))
+    check(write_quantised(tmp_path / "policy", tmp_path / "high", high))

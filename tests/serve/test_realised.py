@@ -41,6 +41,7 @@ def found(
     info: dict[str, Any] | None = None,
     labels: dict[str, str] | None = None,
     config: dict[str, Any] | None = None,
+    recipe: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The comparison, with changes to documents that agree; `info` maps `section.key` to another value."""
     server_info = copy.deepcopy(INFO)
@@ -55,6 +56,7 @@ def found(
         generation={"temperature": 0.6, "eos_token_id": 2},
         kernels=[],
         device="cpu",
+        recipe=recipe,
     )
 
 
@@ -125,6 +127,20 @@ def test_a_kv_cache_scheme_and_the_doubled_capacity_are_both_seen() -> None:
     assert keys(result) == ["serve.kv_cache_dtype", "kv_cache_tokens"]
     assert result["differences"][0]["resolved"] == "kv_cache_scheme float8"
     assert result["differences"][1]["asked"] == TOKENS
+
+
+@pytest.mark.parametrize("kv", ["fp8", "none"])
+def test_a_kv_cache_scheme_of_quantize_kv_was_asked_for(kv: str) -> None:
+    """Only a recipe that says so; then a cache that is not FP8 after all is the difference."""
+    quantization = {"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_SCHEME}
+    documents = {
+        "config": {"quantization_config": quantization},
+        "info": {"model_config.quantization": "compressed-tensors"},
+        "recipe": {"kind": "w4a16", "kv": kv},
+    }
+    doubled = keys(found(**documents, labels={"kv_cache_size_tokens": str(2 * TOKENS)}))
+    assert doubled == ([] if kv == "fp8" else ["serve.kv_cache_dtype", "kv_cache_tokens"])
+    assert keys(found(**documents)) == (["kv_cache_tokens"] if kv == "fp8" else ["serve.kv_cache_dtype"])
 
 
 def test_an_fp8_cache_that_was_asked_for_is_no_difference() -> None:

@@ -4,6 +4,10 @@ A value is stored as `to_fp8(x / scale)` and read as `level * scale`. Scales sta
 `v_scale` beside the attention module's name. In transformers, keys and values are rounded (and seen) by an attention
 function of our own, after rotary embedding, where an engine's cache stands.
 
+On a GPU vLLM rounds to nearest. Its CPU kernel (0.32, `float_to_fp8e4m3_scalar`; read in the compiled library too) cuts
+the bits that do not fit, so values shrink, by 4% on average and 11% at most. Measured is what the installed engine does,
+or rounding to nearest where none is installed.
+
 Dims: B sequences, K key/value heads, T tokens, H size of a head.
 """
 
@@ -16,7 +20,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from oneaxis.errors import UserError
 from oneaxis.quantize.fp8 import FP8_MAX, to_fp8
+from oneaxis.serve.command import engine_device
 
 RoundKV = Callable[[str, Tensor], Tensor]
 """From "k" or "v" and its values [B, K, T, H] to what a cache gives back."""
@@ -32,15 +38,37 @@ def kv_scale(absmax: float) -> Tensor:
     return torch.tensor([absmax / FP8_MAX if absmax > 0 else 1.0], dtype=torch.float32)
 
 
-def round_kv(x: Tensor, scale: Tensor | float) -> Tensor:
-    """What an FP8 cache gives back of keys or values; what lies beyond the calibrated range is clipped."""
-    return (to_fp8(x.float() / scale).float() * scale).to(x.dtype)
+def round_kv(x: Tensor, scale: Tensor | float, *, cut: bool = False) -> Tensor:
+    """What an FP8 cache gives back of keys or values; what lies beyond the calibrated range is clipped.
+
+    Args:
+        cut: towards zero, as vLLM's CPU kernel, not to nearest.
+    """
+    level = x.float() / scale
+    level = cut_to_fp8(level) if cut else to_fp8(level).float()
+    return (level * scale).to(x.dtype)
 
 
-def kv_rounding(scales: Mapping[str, Tensor]) -> RoundKV:
-    """The rounding of one layer's cache from its `k_scale` and `v_scale`."""
+def cut_to_fp8(x: Tensor) -> Tensor:
+    """E4M3 numbers (as float32) towards zero, at most 448 in size."""
+    # 2^-120 moves float32's exponents onto E4M3's, subnormal ones too; the 20 lowest bits are those that do not fit.
+    small = x.clamp(-FP8_MAX, FP8_MAX) * 2.0**-120
+    return (small.view(torch.int32) & ~0xFFFFF).view(torch.float32) * 2.0**120
+
+
+def engine_cuts() -> bool:
+    """Whether the installed vLLM is a CPU build."""
+    try:
+        return engine_device() == "cpu"
+    except UserError:
+        return False
+
+
+def kv_rounding(scales: Mapping[str, Tensor], *, cut: bool | None = None) -> RoundKV:
+    """The rounding of one layer's cache from its `k_scale` and `v_scale`; `cut` is None: as the installed engine."""
     values = {name: float(scales[f"{name}_scale"]) for name in ("k", "v")}
-    return lambda name, x_BKTH: round_kv(x_BKTH, values[name])
+    towards_zero = engine_cuts() if cut is None else cut
+    return lambda name, x_BKTH: round_kv(x_BKTH, values[name], cut=towards_zero)
 
 
 def attention_of(layer: nn.Module) -> nn.Module:

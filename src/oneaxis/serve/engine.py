@@ -45,7 +45,9 @@ from oneaxis.serve.preflight import (
     check_kv_cache,
     check_length,
     check_memory,
+    check_quantization,
     check_threads,
+    cpu_flags,
     reserve_port,
     weights_bytes,
 )
@@ -199,6 +201,7 @@ def running_engine(
     check_length(config, settings)
     if device == "cpu":
         check_threads(settings, cores=len(os.sched_getaffinity(0)))
+        check_quantization(checkpoint, config, settings, cpu_flags=cpu_flags())
         if single_process(settings, device):
             check_kv_cache(config, settings)
         check_memory(weights_bytes(checkpoint), settings, available=available_bytes())

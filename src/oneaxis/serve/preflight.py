@@ -3,7 +3,9 @@
 import errno
 import json
 import math
+import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,101 @@ def check_kv_cache(config: dict[str, Any], settings: Serve) -> None:
                         f"to hold one sequence of serve.max_model_len={settings.max_model_len}")  # fmt: skip
 
 
+def check_quantization(
+    checkpoint: Path, config: Mapping[str, Any], settings: Serve, *, cpu_flags: frozenset[str]
+) -> None:
+    """Whether vLLM's CPU engine computes what the checkpoint's quantisation and the KV cache's dtype say.
+
+    Read in vLLM 0.32 and seen on a CPU without AMX: packed INT4 weights run with unquantised activations whatever is
+    asked of those; static FP8, and weight-only INT8 or FP8, have no kernel; INT4 wants widths that are multiples of 32;
+    quantised experts want AMX; an FP8 cache wants AVX-512 and heads that are multiples of 32.
+
+    Args:
+        config: the checkpoint's config.json. cpu_flags: what the CPU can do, as Linux names it.
+
+    Raises:
+        UserError: naming the file, what it asks for, what the engine would make of it, and what it can run.
+    """
+    where = checkpoint / "config.json"
+    quantization = config.get("quantization_config") or {}
+    if quantization.get("quant_method") == "compressed-tensors":
+        for group in (quantization.get("config_groups") or {}).values():
+            if not isinstance(group, Mapping):
+                continue
+            kind, reason = _not_run(group)
+            if reason:
+                raise UserError(f"{where}: quantization_config asks for {kind}: {reason}; allowed on a CPU: W8A8 INT8 "
+                                "dynamic or static, W4A16, W8A8 FP8 dynamic")  # fmt: skip
+            packed = (group.get("weights") or {}).get("num_bits") == 4
+            _check_linears(checkpoint, packed=packed, cpu_flags=cpu_flags)
+    scheme = quantization.get("kv_cache_scheme")
+    if scheme and (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+        bits = f"{scheme.get('type')}{scheme.get('num_bits')}"
+        raise UserError(f"{where}: quantization_config.kv_cache_scheme is {bits}: vLLM runs no such cache; "
+                        "allowed: float8, or no kv_cache_scheme")  # fmt: skip
+    if scheme or settings.kv_cache_dtype != "auto":
+        asks = f"{where}: kv_cache_scheme" if scheme else f"serve.kv_cache_dtype={settings.kv_cache_dtype}"
+        head_dim = _head_dim(config)
+        if head_dim and head_dim % 32:
+            raise UserError(f"{asks}: FP8 keys and values of heads of {head_dim} are not run on a CPU; allowed: a head "
+                            "size that is a multiple of 32, or a cache that is not FP8")  # fmt: skip
+        if cpu_flags and not cpu_flags & {"avx512f", "amx_tile"}:
+            raise UserError(f"{asks}: an FP8 cache is only run by CPUs with AVX-512 or AMX, and this one has neither; "
+                            "allowed: a cache that is not FP8")  # fmt: skip
+
+
+def _not_run(group: Mapping[str, Any]) -> tuple[str, str]:
+    """What a config group asks for (W4A8 INT), and why a CPU engine does not compute it (empty: it does)."""
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    bits, floating = weights.get("num_bits"), weights.get("type") == "float"
+    kind = f"W{bits}A{inputs.get('num_bits') if inputs else 16} {'FP' if floating else 'INT'}{bits}"
+    if bits == 4 and inputs:
+        return kind, "vLLM runs packed 4-bit weights with unquantised activations, as W4A16, without a word"
+    if bits == 8 and not inputs:
+        return kind, "it has no kernel for 8-bit weights alone"
+    if floating and inputs and not inputs.get("dynamic"):
+        return f"{kind} with static activations", "it has no kernel for them"
+    if floating and bits != 8:
+        return kind, "it has no kernel for them"
+    return kind, ""
+
+
+_FUSED_PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def _check_linears(checkpoint: Path, *, packed: bool, cpu_flags: frozenset[str]) -> None:
+    """Whether the CPU's kernels take the quantised linears, by the shapes in the files' headers."""
+    from oneaxis.checkpoint.tensors import find_tensors
+
+    shapes = {name: place.shape for name, place in find_tensors(checkpoint).items()}
+    linears = [name.removesuffix(".weight_scale") for name in shapes if name.endswith(".weight_scale")]
+    experts = next((name for name in linears if _EXPERT.search(name)), None)
+    if experts and cpu_flags and "amx_tile" not in cpu_flags:
+        raise UserError(f"{checkpoint}: {experts} is quantised: vLLM runs quantised experts only on CPUs with AMX, and "
+                        "this one has none; allowed: experts in quantize.ignore, or an engine on a GPU")  # fmt: skip
+    for name in linears if packed else ():
+        if _EXPERT.search(name) or f"{name}.weight_packed" not in shapes:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        parts = next((group for group in _FUSED_PARTS if leaf in group), (leaf,))
+        rows = sum(shapes[part][0] for other in parts if (part := f"{parent}.{other}.weight_packed") in shapes)
+        columns = shapes[f"{name}.weight_packed"][1] * 8
+        if rows % 32 or columns % 32:
+            raise UserError(f"{checkpoint}: {name} (with what runs as one layer with it) is {rows} x {columns}: the "
+                            "CPU kernel of W4A16 takes multiples of 32 only; allowed: such widths, or the linear in "
+                            "quantize.ignore")  # fmt: skip
+
+
+def cpu_flags() -> frozenset[str]:
+    """What this machine's CPU can do, as Linux names it; empty where that cannot be read."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+
+
 def reserve_port(port: int) -> tuple[int, socket.socket]:
     """A port on 127.0.0.1 (0: a free one), and the socket that reserves it.
 
@@ -168,3 +265,11 @@ def kv_bytes_per_token(config: dict[str, Any], dtype_bytes: float) -> float | No
     except (KeyError, TypeError):
         return None
     return size if math.isfinite(size) else None
+
+
+def _head_dim(config: Mapping[str, Any]) -> int | None:
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    given = config.get("head_dim")
+    if isinstance(given, int):
+        return given
+    return width // heads if isinstance(heads, int) and isinstance(width, int) and heads else None

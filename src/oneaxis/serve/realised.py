@@ -44,13 +44,14 @@ def realised_config(engine: Engine, checkpoint: Path) -> dict[str, Any]:
         RunError: when the engine does not answer.
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    generation = checkpoint / "generation_config.json"
+    generation, recipe = checkpoint / "generation_config.json", checkpoint / "recipe.json"
     return compare(
         engine.settings,
         server_info=engine.server_info(),
         cache_labels=info_labels(engine.get("/metrics"), "vllm:cache_config_info"),
         config=config,
         generation=json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {},
+        recipe=json.loads(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {},
         kernels=kernels(engine.log_lines()),
         device=engine.device,
     )
@@ -65,8 +66,9 @@ def compare(
     generation: Mapping[str, Any],
     kernels: list[str],
     device: Device,
+    recipe: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The comparison itself; see `realised_config`."""
+    """The comparison itself; see `realised_config`. `recipe` is the `quantize` section that made the checkpoint."""
     engine_config = server_info["vllm_config"]
     asked = asked_settings(settings, device)
     wishes = checkpoint_wishes(config, generation)
@@ -98,7 +100,8 @@ def compare(
                "the engine does not compute in the checkpoint's dtype")  # fmt: skip
 
     differences += _quantization(settings, wishes, resolved)
-    differences += _kv_cache(settings, wishes, resolved, config)
+    asked_kv = (recipe or {}).get("kv") == "fp8" and wishes["kv_cache_scheme"] is not None
+    differences += _kv_cache(settings, wishes, resolved, config, asked_for=asked_kv)
     return {
         "asked": asked | {f"engine_args.{name}": value for name, value in sorted(settings.engine_args.items())},
         "resolved": resolved,
@@ -196,19 +199,26 @@ def _quantization(settings: Serve, wishes: Mapping[str, Any], resolved: Mapping[
 
 
 def _kv_cache(
-    settings: Serve, wishes: Mapping[str, Any], resolved: Mapping[str, Any], config: Mapping[str, Any]
+    settings: Serve,
+    wishes: Mapping[str, Any],
+    resolved: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    asked_for: bool,
 ) -> list[dict[str, Any]]:
     """Differences in the KV cache: a scheme of the checkpoint, and a capacity that the asked dtype does not give.
 
     vLLM reports `cache_dtype="auto"` for a cache that a checkpoint has turned to FP8; its capacity in tokens tells.
+    `asked_for`: `quantize.kv=fp8` made the scheme, so the cache is expected to be FP8.
     """
     differences = []
-    if wishes["kv_cache_scheme"] and settings.kv_cache_dtype == "auto":
+    if wishes["kv_cache_scheme"] and settings.kv_cache_dtype == "auto" and not asked_for:
         scheme = wishes["kv_cache_scheme"]
         bits = f"{scheme.get('type', '?')}{scheme.get('num_bits', '')}"
         differences.append({"key": "serve.kv_cache_dtype", "asked": "auto", "resolved": f"kv_cache_scheme {bits}",
                             "reason": "the checkpoint's config.json sets the KV cache"})  # fmt: skip
-    dtype = resolved["dtype"] if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
+    automatic = "fp8" if asked_for else resolved["dtype"]
+    dtype = automatic if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
     per_token = kv_bytes_per_token(dict(config), DTYPE_BYTES.get(dtype, math.nan))
     gib, tokens = resolved.get("kv_cache_gib"), resolved["kv_cache_tokens"]
     speculates = resolved["speculative"]
