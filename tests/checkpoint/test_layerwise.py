@@ -1,8 +1,10 @@
 """A checkpoint run layer by layer is the whole model. Oracle: transformers' own forward in float32."""
 
 import copy
+import gc
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oneaxis.checkpoint.layerwise import Layerwise
@@ -60,6 +62,19 @@ def test_logits_are_those_of_the_whole_model(
     assert relative(logits_STV, exact_STV) < 1e-5
     # The same again, and no batch's mask is another's.
     assert layerwise.run(ids_ST, batch_size=5).allclose(hidden_STD, rtol=1e-4, atol=1e-4)
+
+
+def test_a_backbone_saved_alone_is_its_model(tmp_path: Path) -> None:
+    """GPT-2's own checkpoint is one: its names lack `transformer.`, and its old masks are read by nobody."""
+    model = tiny("gpt2", num_key_value_heads=4)
+    model.transformer.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    assert "h.0.attn.c_attn.weight" in tensors
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, path, metadata={"format": "pt"})
+    layerwise = Layerwise.open(tmp_path)
+    logits_TV = layerwise.logits(layerwise.run(token_ids(1, 8), batch_size=1)[0])
+    assert relative(logits_TV, model(token_ids(1, 8)).logits[0]) < 1e-5
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -138,6 +153,30 @@ def test_names_and_dtypes_are_those_of_the_files(written: Callable[[str], tuple[
     assert layerwise.names == sorted(stored)
     assert all(layerwise.tensor(name).equal(tensor) for name, tensor in stored.items())
     assert layerwise.stored_dtype == torch.float32
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+def test_one_layer_is_in_memory_and_no_file_is_mapped(tmp_path: Path) -> None:
+    """Oracle: every tensor that Python knows of while layer 3 of 6 runs, and the process's mappings."""
+    tiny("llama", num_hidden_layers=6, vocab_size=2000).save_pretrained(tmp_path, max_shard_size="60KB")
+    before = {id(tensor) for tensor in parameters_alive()}
+    alive: list[int] = []
+    mapped: list[str] = []
+
+    def see(name: str, _: Tensor) -> None:
+        if name == "layers.3.down":
+            alive.extend(tensor.numel() for tensor in parameters_alive() if id(tensor) not in before)
+            mapped.append(Path("/proc/self/maps").read_text(encoding="utf-8"))
+
+    Layerwise.open(tmp_path).run(token_ids(1, 8), batch_size=1, see=see)
+    # q and o 32 x 32, k and v 16 x 32, three of the MLP 48 x 32, two norms; and the final norm.
+    assert sum(alive) == 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32 + 32
+    assert str(tmp_path) not in mapped[0]
+
+
+def parameters_alive() -> list[nn.Parameter]:
+    gc.collect()
+    return [thing for thing in gc.get_objects() if type(thing) is nn.Parameter and not thing.is_meta]
 
 
 # --- quantised ------------------------------------------------------------------------------------------------------
@@ -312,6 +351,17 @@ def test_a_value_that_is_no_number_names_its_tensor(sharded: Path, name: str, va
 def read_all(folder: Path) -> Tensor:
     layerwise = Layerwise.open(folder)
     return layerwise.logits(layerwise.run(torch.arange(8)[None], batch_size=1)[0])
+
+
+def test_a_level_of_fp8_that_is_no_number_names_its_tensor(tmp_path: Path) -> None:
+    def spoil(tensor: Tensor) -> Tensor:
+        tensor.view(torch.uint8).view(-1)[3] = 0x7F
+        return tensor
+
+    folder = write_quantised(random_llama(tmp_path / "policy"), tmp_path / "out", scheme("w8a8_fp8"))
+    change(folder, "model.layers.1.mlp.up_proj.weight", spoil)
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN or infinity in 1 of"):
+        read_all(folder)
 
 
 def test_a_quantised_checkpoint_is_refused_where_a_plain_one_is_needed(sharded: Path) -> None:
