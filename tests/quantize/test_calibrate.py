@@ -166,6 +166,21 @@ def test_activations_beyond_float32_name_the_tensor(tmp_path: Path) -> None:
         calibrate(policy, *texts, sizes_of(), tmp_path)
 
 
+def test_a_quantised_policy_is_measured_as_it_is_served(made: Calibrated, tmp_path: Path) -> None:
+    """It cannot be quantised again, but it can be the policy of `quantize=none`."""
+    quantize(made[0], made[1], int8("static", sites=["down"]), tmp_path)
+    policy, out = tmp_path / "checkpoint", tmp_path / "calibrate"
+    out.mkdir()
+    texts = write_text(tmp_path / "calibration.parquet", 20, 1), write_text(tmp_path / "heldout.parquet", 10, 2)
+    metrics = calibrate(policy, *texts, sizes_of(copying={"sequences": 0, "context_tokens": 128}), out)
+    model, _ = load_for_measuring(policy, torch.float32)
+    expected = heldout_nll(model, sequences_from_frame(pl.read_parquet(out / "heldout_tokens.parquet")), 4)
+    assert metrics["calibrate/nll"] == pytest.approx(expected["nll"].mean(), rel=1e-3)
+    linear = model.model.layers[1].mlp.down_proj
+    absmax_C = read_statistics(out / "stats.safetensors")["layers.1.down.weight_absmax"]
+    assert absmax_C.equal((linear.weight * linear.weight_scale).abs().amax(0))
+
+
 def test_sequences_beyond_the_models_context_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"calibrate\.sequence_tokens=513.*allowed: up to 512"):
         calibrated(tmp_path, sequence_tokens=513)
