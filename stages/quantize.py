@@ -1,30 +1,28 @@
-"""quantize: the policy as `quantize.kind` says, to a checkpoint that vLLM loads, and what that cost in perplexity."""
+"""quantize: the policy as `quantize` says, to a checkpoint that vLLM loads, and what that cost in quality."""
 
 from oneaxis.stage import Stage, run
 
 
 def work(stage: Stage) -> dict[str, float]:
-    """Write `checkpoint/` and the perplexity after; with kind `none` say where the checkpoint is, and that it stays."""
+    """Write `checkpoint/` and its quality; with kind and kv `none` say where the checkpoint is, and that it stays."""
     import polars as pl
 
     from oneaxis.dvc_plots import nll_by_sequence
 
-    settings, before = stage.config.quantize, stage.artifact("calibrate", "heldout_nll.parquet")
-    if settings.kind == "none":
-        from oneaxis.quantize.nll import perplexity
+    settings, before = stage.config.quantize, pl.read_parquet(stage.artifact("calibrate", "heldout_nll.parquet"))
+    if settings.kind == "none" and settings.kv == "none":
+        from oneaxis.quantize.quality import unchanged_quality
 
-        # The same table and names as with a scheme, so that a run without one can be the baseline of one with it.
-        nll = pl.read_parquet(before)
-        nll.write_parquet(stage.out / "heldout_nll.parquet")
-        nll_by_sequence(nll, nll).write_csv(stage.out / "nll.csv")
+        found = unchanged_quality(stage.artifact("calibrate"), stage.out)
+        nll_by_sequence(before, before).write_csv(stage.out / "nll.csv")
         stage.notes["checkpoint"] = stage.paths["policy"]
-        return {f"quantize/perplexity_{side}": perplexity(nll) for side in ("before", "after")}
+        return {f"quantize/{name}": value for name, value in found.items()}
     stage.take_device("compute")
     from oneaxis.quantize.apply import quantize
 
     metrics, notes = quantize(stage.policy, stage.artifact("calibrate"), settings, stage.out)
     after = pl.read_parquet(stage.out / "heldout_nll.parquet")
-    nll_by_sequence(pl.read_parquet(before), after).write_csv(stage.out / "nll.csv")
+    nll_by_sequence(before, after).write_csv(stage.out / "nll.csv")
     stage.notes.update(notes)
     return metrics
 

@@ -1,4 +1,4 @@
-"""The whole of `quantize` on a tiny random checkpoint; the arithmetic is checked from the written file alone."""
+"""The whole of `quantize` on tiny random checkpoints; the arithmetic is checked from the written file alone."""
 
 import json
 from pathlib import Path
@@ -7,18 +7,20 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from oneaxis.checkpoint.load import load_for_measuring
 from oneaxis.errors import UserError
 from oneaxis.quantize.apply import quantize
 from oneaxis.quantize.int8 import Int8Linear
-from tests.quantize.checkpoints import calibrated, int8, sizes_of
+from tests.quantize.checkpoints import SITES, calibrated, int8, scheme, sizes_of
+from tests.quantize.models import tiny
+from tests.serve.tiny import random_llama
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    policy, out, _ = calibrated(tmp_path_factory.mktemp("base"))
+    policy, out, _ = calibrated(tmp_path_factory.mktemp("base"), num_sequences=32)
     return policy, out
 
 
@@ -76,11 +78,15 @@ def test_nll_after_is_that_of_the_checkpoint_read_back(base: tuple[Path, Path], 
     assert recorded["after"] == metrics["quantize/perplexity_after"]
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_is_byte_identical_when_run_again(base: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [int8("static", alpha="auto"), scheme("w4a16", symmetric=False, rounding="gptq", weight_range="mse", kv="fp8")],
+    ids=["int8-auto-rtn", "w4a16-gptq-kv"],
+)
+def test_is_byte_identical_when_run_again(base: tuple[Path, Path], tmp_path: Path, settings: Any) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for out in (first, second):
-        run(base, out, int8(kind))
+        run(base, out, settings)
     files = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(second) for path in second.rglob("*") if path.is_file())
     assert all((second / name).read_bytes() == (first / name).read_bytes() for name in files)
@@ -89,8 +95,8 @@ def test_is_byte_identical_when_run_again(base: tuple[Path, Path], tmp_path: Pat
 def test_checkpoint_is_complete(base: tuple[Path, Path], tmp_path: Path) -> None:
     run(base, tmp_path, int8("dynamic"))
     names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
-    assert names == {path.name for path in base[0].iterdir()}
-    for name in names - {"config.json", "model.safetensors"}:
+    assert names == {path.name for path in base[0].iterdir()} | {"recipe.json"}
+    for name in names - {"config.json", "model.safetensors", "recipe.json"}:
         assert (tmp_path / "checkpoint" / name).read_bytes() == (base[0] / name).read_bytes()
     config = json.loads((tmp_path / "checkpoint" / "config.json").read_text(encoding="utf-8"))
     assert config.pop("quantization_config")["ignore"] == ["lm_head"]
@@ -112,6 +118,7 @@ def test_ignored_linears_stay_as_they_are(base: tuple[Path, Path], tmp_path: Pat
     assert not tensors[value].equal(policy[value])
     layers = pl.read_parquet(tmp_path / "layers.parquet").filter(pl.col("module") != "layer")
     assert layers.filter(~pl.col("quantized")).height == 4
+    assert layers.filter(pl.col("alpha").is_null()).height == 4
     assert layers.filter(pl.col("weight_error").is_null()).height == 4
     model, _ = load_for_measuring(tmp_path / "checkpoint", torch.float32)
     assert isinstance(model.model.layers[1].mlp.down_proj, torch.nn.Linear)
@@ -124,8 +131,6 @@ def test_smoothing_helps_static_activations_with_outliers(tmp_path: Path) -> Non
     for layer in (0, 1):
         tensors[f"model.layers.{layer}.mlp.up_proj.weight"][:3] *= 128
         tensors[f"model.layers.{layer}.mlp.down_proj.weight"][:, :3] /= 128
-    from safetensors.torch import save_file
-
     from oneaxis.quantize.calibrate import calibrate
 
     save_file(tensors, policy / "model.safetensors", metadata={"format": "pt"})
@@ -137,16 +142,96 @@ def test_smoothing_helps_static_activations_with_outliers(tmp_path: Path) -> Non
 
 
 def test_statistics_of_another_model_are_refused(base: tuple[Path, Path], tmp_path: Path) -> None:
-    from tests.serve.tiny import random_llama
-
     other = random_llama(tmp_path / "other")
     config = json.loads((other / "config.json").read_text(encoding="utf-8"))
     (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}), encoding="utf-8")
     tensors = load_file(other / "model.safetensors")
-    from safetensors.torch import save_file
-
     save_file(
         {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}, other / "model.safetensors"
     )
     with pytest.raises(UserError, match="statistics are not of this model"):
         run((other, base[1]), tmp_path, int8())
+
+
+SCHEMES = ["w8a8_int8_dynamic", "w8a8_int8_static", "w4a16", "w8a8_fp8"]
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_gptq_loses_less_of_the_outputs_than_rounding(base: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
+    """On held-out text, over all linears; and the layers together, whose later ones repair what the first lost."""
+    errors = {}
+    for rounding in ("rtn", "gptq"):
+        metrics = run(base, tmp_path / rounding, scheme(kind, rounding=rounding, num_sequences=32))
+        layers = pl.read_parquet(tmp_path / rounding / "layers.parquet")
+        errors[rounding] = layers.filter(pl.col("module") != "layer")["output_error"].mean(), metrics["quantize/kl"]
+    assert errors["gptq"][0] < errors["rtn"][0]
+    assert errors["gptq"][1] < errors["rtn"][1]
+
+
+def test_gptq_sees_the_text_through_what_is_quantised_already(base: tuple[Path, Path], tmp_path: Path) -> None:
+    """Oracle: the Hessian of the last layer's first linears, taken from the written first layer; levels follow it.
+
+    Grids are those of rounding; levels of q_proj in layer 1 are GPTQ's for inputs computed by the whole written model.
+    """
+    from oneaxis.quantize.gptq import Moments, gptq
+    from oneaxis.quantize.linears import weight_grid
+
+    settings = scheme("w4a16", sites=[], rounding="gptq", num_sequences=32)
+    run(base, tmp_path, settings)
+    tokens = pl.read_parquet(base[1] / "calibration_tokens.parquet")
+    ids = torch.tensor(tokens["token_id"].to_list()).view(32, 64)
+    inputs = {}
+    for name, folder in (("exact", base[0]), ("seen", tmp_path / "checkpoint")):
+        model, _ = load_for_measuring(folder, torch.float32)
+        layer = model.model.layers[1]
+        layer.input_layernorm.register_forward_hook(lambda _m, _i, y, name=name: inputs.update({name: y}))
+        model(ids)
+    moments = Moments(128)
+    moments.add(inputs["seen"], inputs["exact"])
+    weight = load_file(base[0] / "model.safetensors")["model.layers.1.self_attn.q_proj.weight"].float()
+    grid = weight_grid(weight, settings)
+    levels = gptq(moments.shifted(weight, 0.01), moments.hessian_II, grid, damping=0.01, act_order=True)
+    written = model.model.layers[1].self_attn.q_proj.weight_values()
+    assert (grid.values(levels) == written).float().mean() > 0.99  # All but ties within float32's rounding.
+
+
+def test_groups_that_do_not_divide_are_refused_before_any_work(tmp_path: Path) -> None:
+    """The statistics, which come first otherwise, do not even exist."""
+    tiny("llama").save_pretrained(tmp_path / "policy")
+    allowed = "group_size=32: does not divide 48, the input width of model.layers.0.mlp.down_proj"
+    with pytest.raises(UserError, match=allowed):
+        run((tmp_path / "policy", tmp_path), tmp_path / "out", scheme("w4a16"))
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_quantised_policy_is_refused(base: tuple[Path, Path], tmp_path: Path) -> None:
+    run(base, tmp_path, int8())
+    with pytest.raises(UserError, match=r"quantised already.*allowed: an unquantised"):
+        run((tmp_path / "checkpoint", base[1]), tmp_path / "again", int8())
+
+
+def test_kv_alone_leaves_the_weights_and_adds_scales(base: tuple[Path, Path], tmp_path: Path) -> None:
+    """Level 448 of a layer's cache is the largest key (or value) that calibration saw."""
+    from oneaxis.config.schema import QuantizeNone
+
+    metrics = run(base, tmp_path, QuantizeNone(kind="none", kv="fp8"))
+    tensors, policy = load_file(tmp_path / "checkpoint" / "model.safetensors"), load_file(base[0] / "model.safetensors")
+    assert all(tensors[name].equal(tensor) for name, tensor in policy.items())
+    added = sorted(tensors.keys() - policy.keys())
+    assert [name.rpartition(".")[2] for name in added] == ["k_scale", "v_scale"] * 2
+    stats = load_file(base[1] / "stats.safetensors")
+    assert float(tensors[added[2]]) == pytest.approx(float(stats["layers.1.k_absmax"].max()) / 448, rel=1e-2)
+    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text(encoding="utf-8"))
+    assert config["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+    assert 0 < metrics["quantize/kl"] < 0.5  # Its logits are in the hundreds: what a random model says is easily moved.
+
+
+def test_alpha_auto_is_recorded(base: tuple[Path, Path], tmp_path: Path) -> None:
+    run(base, tmp_path, scheme("w8a8_int8_static", alpha="auto", site_alpha=dict.fromkeys(SITES) | {"down": 0.85}))
+    tried, layers = pl.read_parquet(tmp_path / "alpha.parquet"), pl.read_parquet(tmp_path / "layers.parquet")
+    assert set(tried["site"]) == {"qkv", "o", "gate_up"}
+    chosen = tried.filter("chosen").select("layer", "site", "alpha")
+    assert chosen.height == 6
+    used = layers.filter(pl.col("site").is_not_null()).select("layer", "site", "alpha").unique()
+    assert used.filter(pl.col("site") == "down")["alpha"].to_list() == [0.85, 0.85]
+    assert used.filter(pl.col("site") != "down").sort("layer", "site").equals(chosen.sort("layer", "site"))

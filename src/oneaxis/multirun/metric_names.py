@@ -16,8 +16,12 @@ TABLES = ("calibration", "heldout", "pairs", "items", "prompts", "probes")
 SOURCES = ("prose", "pairs", "items", "prompts", "probes")
 CALIBRATE = ("perplexity", "nll", "outlier_ratio_max", "tensors_above_ratio_10", "absmax_max",
              "channels_exceeded_share", "clip_rate", "beyond_channel_rate", "tokens", "heldout_tokens")  # fmt: skip
-QUANTIZE = ("perplexity_ratio", "delta_nll", "delta_nll_ci_low", "delta_nll_ci_high", "fold_error_max",
-            "weight_error_max", "output_error_max", "num_quantized_linears", "checkpoint_bytes")  # fmt: skip
+CALIBRATE_COPIES = ("copy_exact", "copy_exact_weak", "copy_nll", "copy_nll_weak", "copy_tasks", "copy_discriminates")
+QUALITY = ("perplexity_ratio", "checkpoint_bytes", *(f"{name}{end}" for name in ("delta_nll", "kl", "top1_agreement")
+                                                     for end in ("", "_ci_low", "_ci_high")))  # fmt: skip
+QUALITY_COPIES = tuple(f"{name}{end}" for name in ("copy_exact_delta", "copy_nll_delta")
+                       for end in ("", "_ci_low", "_ci_high"))  # fmt: skip
+QUANTIZE = ("fold_error_max", "weight_error_max", "output_error_max", "num_quantized_linears")
 
 
 def cell_metric(metric: str, rates_rps: Iterable[float]) -> str:
@@ -53,10 +57,14 @@ def _names(config: Config, stage: str) -> set[str]:
                       for end in ("", "_ci_low", "_ci_high")}  # fmt: skip
             return {"steps"} | levels | deltas
         case "calibrate":
-            return set(CALIBRATE)
+            return set(CALIBRATE) | (set(CALIBRATE_COPIES) if config.calibrate.copying.sequences else set())
         case "quantize":
-            measured = {"perplexity_before", "perplexity_after"}
-            return measured if config.quantize.kind == "none" else measured | set(QUANTIZE)
+            sides, copies = ("before", "after"), config.calibrate.copying.sequences > 0
+            names = {f"{name}_{side}" for name in ("perplexity", *(["copy_exact"] if copies else [])) for side in sides}
+            if config.quantize.kind == "none" and config.quantize.kv == "none":
+                return names
+            names |= set(QUALITY) | (set(QUALITY_COPIES) if copies else set())
+            return names if config.quantize.kind == "none" else names | set(QUANTIZE)
         case "serve":
             return {"cold_start_s", "config_differences", "smoke_ok", "kv_cache_tokens"}
         case "sweep":

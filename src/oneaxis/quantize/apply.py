@@ -1,12 +1,21 @@
-"""quantize: the policy and its statistics to an INT8 checkpoint, and what each step cost.
+"""quantize: the policy and its statistics to a quantised checkpoint, and what each step cost.
 
-Layer by layer: scales from the statistics, fold, round. Then the written checkpoint is read back, and held-out text
-runs through it with its activations rounded as an engine rounds them. What is lost is split into the fold (float32
-rounding only), the weights and the outputs of each linear.
+Layer by layer, so that one layer and the hidden states of some text are all that is in memory:
+
+    alpha -> scales -> fold -> grid of each weight -> levels (nearest, or GPTQ) -> tensors to the writer
+
+What is lost is split, on held-out text, into the fold (float32 rounding only), the weights, the output of each linear
+with its input rounded as the scheme says, and the output of the layer. Then the written checkpoint is read back and
+measured (`oneaxis.quantize.quality`).
+
+For GPTQ, calibration text runs through the layers quantised so far, and beside it through the unquantised ones, whose
+outputs the quantised ones are to bring back (`oneaxis.quantize.gptq`).
+
+Dims: S sequences, B of them in a batch, T tokens, D hidden size, N tokens of a batch, O outputs, I inputs of a linear.
 """
 
-import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,44 +23,51 @@ from typing import Any
 import polars as pl
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.func import functional_call
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
-from oneaxis.artifacts import read_json, write_json
-from oneaxis.checkpoint.compressed import ignored_modules, quantization_config
-from oneaxis.checkpoint.load import load_for_measuring
-from oneaxis.config.schema import QuantizeInt8
+from oneaxis.checkpoint.compressed import ignored_linears, quantization_config, routers_of
+from oneaxis.checkpoint.layerwise import Hidden, Layerwise
+from oneaxis.checkpoint.tensors import find_tensors
+from oneaxis.checkpoint.writer import CheckpointWriter
+from oneaxis.config.schema import QuantizeFp8, QuantizeInt8, QuantizeNone, QuantizeScheme
 from oneaxis.errors import UserError
-from oneaxis.quantize.decoder import LINEARS, NORMS, SITES, Heads, decoder_layers, heads
-from oneaxis.quantize.int8 import Int8Linear, dequantize_weight, quantize_weight, static_scale
-from oneaxis.quantize.nll import compare, heldout_nll
-from oneaxis.quantize.smooth import fold_layer, layer_scales
+from oneaxis.quantize import fp8, int8
+from oneaxis.quantize.families import KINDS, Norm
+from oneaxis.quantize.gptq import Moments, gptq
+from oneaxis.quantize.kv import attention_of, kv_scale
+from oneaxis.quantize.linears import QuantizedLinear, check_groups, linear_from, round_weight, weight_grid
+from oneaxis.quantize.quality import measure_quality
+from oneaxis.quantize.search import SEARCH_SCHEMA, layer_alphas
+from oneaxis.quantize.smooth import fold_layer, refuse_unfoldable, site_scales
+from oneaxis.quantize.statistics import static_absmax, tensor_name
 from oneaxis.quantize.text import Sequences, sequences_from_frame
 
 PROBE_SEQUENCES = 2
-"""Held-out sequences whose hidden states the errors of each layer are measured on."""
+"""Held-out sequences on which the errors of each layer are measured."""
 BATCH_TOKENS = 2048
-COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICEN[CS]E*")
-"""Files of a checkpoint beside its weights."""
+LAYER_SCHEMA = {
+    "layer": pl.Int64,
+    "module": pl.String,
+    "site": pl.String,
+    "quantized": pl.Boolean,
+    "alpha": pl.Float64,
+    "fold_error": pl.Float64,
+    "weight_error": pl.Float64,
+    "output_error": pl.Float64,
+}
+"""layers.parquet: a row per layer (module `layer`) and per linear, by its name inside the layer.
 
-
-@dataclass(frozen=True)
-class QuantizedLayer:
-    """One decoder layer after fold and rounding; names are those inside the layer."""
-
-    folded: dict[str, Tensor]
-    """Every tensor, float32, smoothed and not rounded (but norms hold what is stored)."""
-    linears: dict[str, Int8Linear]
-    """The quantised ones."""
+alpha: of the smoothing of its input (null: none). fold_error: largest change of the layer's output by the fold alone,
+relative to the output's absmax. weight_error, output_error: Frobenius norm of the change by rounding, relative to that
+of the unrounded; the layer's output_error is relative to what it adds to its input.
+"""
 
 
 def quantize(
-    policy: Path, calibrated: Path, settings: QuantizeInt8, out: Path
+    policy: Path, calibrated: Path, settings: QuantizeScheme | QuantizeNone, out: Path
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Write `checkpoint/`, layers.parquet, heldout_nll.parquet and perplexity.json to `out`.
+    """Write `checkpoint/`, layers.parquet, alpha.parquet and what it costs in quality to `out`.
 
     Args:
         policy: the checkpoint to quantise. calibrated: the folder that `calibrate` wrote for it.
@@ -60,206 +76,374 @@ def quantize(
         metrics and the notes of the manifest.
 
     Raises:
-        UserError: the model's family is not supported, `ignore` does not fit it, or the statistics are another's.
+        UserError: the family is not supported, the checkpoint is quantised already, a setting does not fit the model,
+            or the statistics are another's.
     """
-    unseen = sequences_from_frame(pl.read_parquet(calibrated / "heldout_tokens.parquet"))
-    before = pl.read_parquet(calibrated / "heldout_nll.parquet")
-    model, _ = load_for_measuring(policy, torch.float32)
-    decoder_layers(model)  # A family that cannot be smoothed is refused here, before its missing statistics are.
-    with safe_open(calibrated / "stats.safetensors", framework="pt") as file:
-        statistics = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    dtype = stored_dtype(policy)
-    ignored = ignored_modules([name for name, module in model.named_modules() if isinstance(module, nn.Linear)],
-                              settings.ignore)  # fmt: skip
-    tensors, layers = quantize_model(model, statistics, settings, ignored, dtype, unseen)
+    model = Layerwise.open(policy, plain=True)
     checkpoint = out / "checkpoint"
-    write_checkpoint(policy, checkpoint, tensors, quantization_config(settings))
-    layers.write_parquet(out / "layers.parquet")
-    del model, tensors
-
-    model, _ = load_for_measuring(checkpoint, torch.float32)
-    after = heldout_nll(model, unseen, max(1, BATCH_TOKENS // unseen.token_ids_ST.shape[1]))
-    after.write_parquet(out / "heldout_nll.parquet")
-    comparison = compare(before, after)
-    write_json(out / "perplexity.json", comparison)
-
-    delta = comparison["delta_nll"]
-    metrics = {
-        "perplexity_before": comparison["before"],
-        "perplexity_after": comparison["after"],
-        "perplexity_ratio": comparison["ratio"],
-        "delta_nll": delta["effect"],
-        "delta_nll_ci_low": delta["ci_low"],
-        "delta_nll_ci_high": delta["ci_high"],
-        "fold_error_max": layers["fold_error"].max(),
-        "weight_error_max": layers["weight_error"].max(),
-        "output_error_max": layers["output_error"].max(),
-        "num_quantized_linears": layers["weight_error"].count(),
-        "checkpoint_bytes": sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")),
-    }
-    notes = {
-        "scheme": settings.kind,
-        "alpha": settings.smooth.alpha,
-        "sites": list(settings.smooth.sites),
-        "ignore": list(settings.ignore),
-        "num_quantized_linears": layers["weight_error"].count(),
-        "stored_dtype": str(dtype).removeprefix("torch."),
-    }
+    notes: dict[str, Any] = {"scheme": settings.kind, "kv": settings.kv}
+    metrics: dict[str, Any] = {}
+    if isinstance(settings, QuantizeNone):
+        write_kv_only(model, Statistics(calibrated, model), settings, checkpoint)
+    else:
+        layers, alphas = write_quantized(model, calibrated, settings, checkpoint)
+        layers.write_parquet(out / "layers.parquet")
+        alphas.write_parquet(out / "alpha.parquet")
+        linears = layers.filter(pl.col("module") != "layer")
+        metrics = {
+            "fold_error_max": layers["fold_error"].max(),
+            "weight_error_max": linears["weight_error"].max(),
+            "output_error_max": linears["output_error"].max(),
+            "num_quantized_linears": int(linears["quantized"].sum()),
+        }
+        notes |= {
+            "alpha": settings.smooth.alpha,
+            "sites": list(settings.smooth.sites),
+            "rounding": settings.rounding,
+            "ignore": list(settings.ignore),
+            "num_quantized_linears": metrics["num_quantized_linears"],
+            "stored_dtype": str(model.stored_dtype).removeprefix("torch."),
+        }
+    metrics["checkpoint_bytes"] = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    metrics |= measure_quality(Layerwise.open(checkpoint), calibrated, out)
     return {f"quantize/{name}": float(value) for name, value in metrics.items() if value is not None}, notes
 
 
-def stored_dtype(policy: Path) -> torch.dtype:
-    """The dtype of a checkpoint's norm weights: what is not quantised is stored in it again."""
-    for path in sorted(policy.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if name.endswith(f"{NORMS['qkv']}.weight"):
-                    return file.get_tensor(name).dtype
-    raise UserError(f"{policy}: no tensor is named *.{NORMS['qkv']}.weight; allowed: a supported decoder")
+class Statistics:
+    """What `calibrate` wrote, read one layer at a time."""
+
+    def __init__(self, calibrated: Path, model: Layerwise):
+        """Raises UserError: they are another model's."""
+        self.folder = calibrated
+        last = model.num_layers - 1
+        tensors = {tensor_name(last, site.name) for site in model.decoder.sites(last)}
+        with safe_open(calibrated / "stats.safetensors", framework="pt") as file:
+            names = set(file.keys())
+        if not {f"{name}.absmax" for name in tensors} <= names or any(
+            name.startswith(f"layers.{last + 1}.") for name in names
+        ):
+            raise UserError(f"artifacts/calibrate: its statistics are not of this model of {last + 1} layers; allowed: "
+                            "those of the policy, which `dvc repro` makes")  # fmt: skip
+
+    def layer(self, index: int, file: str = "stats") -> dict[str, Tensor]:
+        """The tensors of one layer; `file` may be `samples`."""
+        with safe_open(self.folder / f"{file}.safetensors", framework="pt") as opened:
+            names = [name for name in opened.keys() if name.startswith(f"layers.{index}.")]  # noqa: SIM118
+            return {name: opened.get_tensor(name) for name in names if not name.endswith(".token_norm")}
+
+    def kv_scales(self, index: int) -> dict[str, Tensor]:
+        """`k_scale` and `v_scale` [1] of a layer's FP8 cache."""
+        seen = self.layer(index)
+        return {f"{side}_scale": kv_scale(float(seen[f"layers.{index}.{side}_absmax"].max())) for side in "kv"}
 
 
 @torch.inference_mode()
-def quantize_model(
-    model: PreTrainedModel,
-    statistics: Mapping[str, Tensor],
-    settings: QuantizeInt8,
-    ignored: set[str],
-    dtype: torch.dtype,
-    unseen: Sequences,
-) -> tuple[dict[str, Tensor], pl.DataFrame]:
-    """The tensors of the INT8 checkpoint, and a row per decoder layer and per linear with its errors.
+def write_kv_only(model: Layerwise, statistics: Statistics, settings: QuantizeNone, out: Path) -> None:
+    """The policy as it is, with scales for an FP8 cache."""
+    writer = CheckpointWriter(model.folder, out)
+    for name in model.names:
+        writer.add(name, model.tensor(name))
+    for index in range(model.num_layers):
+        _add_kv_scales(writer, model, index, model.layer(index), statistics)
+    writer.finish(quantization_config(settings), settings.model_dump())
 
-    Args:
-        model: the policy in float32. ignored: names of linears that stay as they are. dtype: of what is not quantised.
+
+def _add_kv_scales(
+    writer: CheckpointWriter, model: Layerwise, index: int, layer: nn.Module, statistics: Statistics
+) -> None:
+    attention = attention_of(layer)
+    name = next(name for name, module in layer.named_modules() if module is attention)
+    for scale, value_1 in statistics.kv_scales(index).items():
+        writer.add(model.decoder.stored_name(index, f"{name}.{scale}"), value_1)
+
+
+@torch.inference_mode()
+def write_quantized(
+    model: Layerwise, calibrated: Path, settings: QuantizeScheme, out: Path
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Quantise layer by layer and write the checkpoint to `out`.
 
     Returns:
-        tensors by name; table of layer i64, module str (`layer` for the whole), site str, quantized bool, fold_error
-        (largest change of the decoder layer's output by the fold alone, relative to the output's absmax),
-        weight_error and output_error (Frobenius norm of the change by rounding, relative to that of the unrounded).
+        tables of LAYER_SCHEMA and of `search.SEARCH_SCHEMA`.
+
+    Raises:
+        UserError: as `quantize`.
     """
-    layers = decoder_layers(model)
-    if f"layers.{len(layers) - 1}.down.absmax" not in statistics or f"layers.{len(layers)}.down.absmax" in statistics:
-        raise UserError(f"artifacts/calibrate: its statistics are not of this model of {len(layers)} layers; allowed: "
-                        "those of the policy, which `dvc repro` makes")  # fmt: skip
-    prefixes = {id(module): name for name, module in model.named_modules()}
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    tensors = {name: tensor.to(dtype) for name, tensor in model.state_dict().items() if name not in tied}
-    inputs = _layer_inputs(model, layers, unseen.token_ids_ST[:PROBE_SEQUENCES])
-    rows = []
-    for index, layer in enumerate(tqdm(layers, desc="quantize", unit="layer", delay=3)):
-        prefix = prefixes[id(layer)]
-        high = {name for name in LINEARS if f"{prefix}.{name}" in ignored}
-        done = quantize_layer(dict(layer.state_dict()), statistics, index, settings, high, heads(model), dtype)
-        tensors |= {f"{prefix}.{name}": tensor.to(dtype) for name, tensor in done.folded.items()}
-        for name, linear in done.linears.items():
-            tensors[f"{prefix}.{name}.weight"] = linear.weight
-            tensors[f"{prefix}.{name}.weight_scale"] = linear.weight_scale
-            if linear.input_scale is not None:
-                tensors[f"{prefix}.{name}.input_scale"] = linear.input_scale
-        rows += layer_errors(layer, index, done, *inputs[index])
-    # Tensors are written as they lie in memory: none may be a view of another.
-    return {name: tensor.clone().contiguous() for name, tensor in tensors.items()}, pl.DataFrame(rows, LAYER_SCHEMA)
+    if model.decoder.conv1d:
+        raise UserError(f"quantize.kind={settings.kind}: model_type {model.decoder.model_type!r} has Conv1D layers, "
+                        "whose weights lie the other way round, and engines load quantised weights of Linear only; "
+                        "allowed: none")  # fmt: skip
+    refuse_unfoldable(model.decoder, settings.smooth.sites)
+    high = linears_left_alone(model, settings)
+    statistics = Statistics(calibrated, model)
+    unseen = _sequences(calibrated, "heldout")
+    probe = model.start(unseen.token_ids_ST[:PROBE_SEQUENCES], _batch_size(unseen))
+    text = None
+    if settings.rounding == "gptq":
+        seen = _sequences(calibrated, "calibration")
+        text = CalibrationText(model.start(seen.token_ids_ST[: settings.gptq.num_sequences], _batch_size(seen)))
+
+    writer = CheckpointWriter(model.folder, out)
+    prefix = f"{model.decoder.layers_path}."
+    for name in model.names:
+        if not name.startswith(prefix):
+            writer.add(name, model.tensor(name))
+    rows: list[dict[str, Any]] = []
+    tried: list[dict[str, Any]] = []
+    for index in tqdm(range(model.num_layers), desc=f"quantize, {settings.rounding}", unit="layer", delay=3):
+        layer = model.layer(index)
+        smoothed = smooth_layer(model, index, dict(layer.state_dict()), statistics, settings, high[index])
+        tried += smoothed.tried
+        errors = Errors(model, index, layer, probe)
+        layer.load_state_dict(smoothed.tensors, assign=True)
+        errors.after_fold(layer)
+        _store_rounded(model, index, layer, high[index])
+        if text:
+            text.enter(model, index, layer)
+        for kind in KINDS:
+            sites = [site for site in model.decoder.sites(index) if site.kind == kind]
+            names = {site.name for site in sites if not high[index].issuperset(site.readers)}
+            moments = (
+                text.moments(model, index, layer, names, smoothed.input_absmax, settings) if text and names else {}
+            )
+            for site in sites:
+                for name in site.readers:
+                    if name not in high[index]:
+                        linear = layer.get_submodule(name)
+                        rounded = round_linear(linear, smoothed.input_absmax[site.name], settings, model.stored_dtype,
+                                               moments.get(site.name))  # fmt: skip
+                        errors.of_linear(site.name, name, linear, rounded)
+                        layer.set_submodule(name, rounded)
+        errors.of_layer(layer)
+        rows += errors.rows(smoothed, high[index])
+        if text:
+            text.leave(model, index, layer)
+        _write_layer(writer, model, index, layer)
+        if settings.kv == "fp8":
+            _add_kv_scales(writer, model, index, layer, statistics)
+    writer.finish(quantization_config(settings, routers_of(model.decoder)), settings.model_dump())
+    return pl.DataFrame(rows, LAYER_SCHEMA), pl.DataFrame(tried, SEARCH_SCHEMA)
 
 
-LAYER_SCHEMA = {
-    "layer": pl.Int64,
-    "module": pl.String,
-    "site": pl.String,
-    "quantized": pl.Boolean,
-    "fold_error": pl.Float64,
-    "weight_error": pl.Float64,
-    "output_error": pl.Float64,
-}
+def linears_left_alone(model: Layerwise, settings: QuantizeScheme) -> list[set[str]]:
+    """Per layer, its linears that stay in high precision, by their names inside the layer.
+
+    Raises:
+        UserError: `ignore` does not fit the model, or `group_size` not the widths of what is quantised.
+    """
+    description = model.decoder
+    names = {description.stored_name(index, name): name for index in range(model.num_layers)
+             for name in description.linears(index)}  # fmt: skip
+    ignored = ignored_linears(description, settings.ignore)
+    places = find_tensors(model.folder)
+    widths = {name: places[f"{name}.weight"].shape[1] for name in names if name not in ignored}
+    check_groups(widths, settings)
+    return [{name for name in description.linears(index) if description.stored_name(index, name) in ignored}
+            for index in range(model.num_layers)]  # fmt: skip
 
 
-def quantize_layer(
-    tensors: Mapping[str, Tensor],
-    statistics: Mapping[str, Tensor],
+@dataclass(frozen=True)
+class Smoothed:
+    """One layer after the fold, and what is known of the inputs of its linears."""
+
+    tensors: dict[str, Tensor]
+    """Every tensor by its name inside the layer, float32; norms hold what is stored."""
+    alphas: dict[str, float]
+    """By the name of the site; those that are not smoothed are not in it."""
+    input_absmax: dict[str, float]
+    """Largest calibrated |x| by the name of the site."""
+    tried: list[dict[str, Any]]
+    """Rows of `search.SEARCH_SCHEMA`."""
+
+
+def smooth_layer(
+    model: Layerwise,
     index: int,
-    settings: QuantizeInt8,
-    high: set[str],
-    shape: Heads,
-    dtype: torch.dtype,
-) -> QuantizedLayer:
-    """Smooth and round one layer.
+    tensors: Mapping[str, Tensor],
+    statistics: Statistics,
+    settings: QuantizeScheme,
+    high: Collection[str],
+) -> Smoothed:
+    """Choose alphas and fold the scales.
 
     A site whose linears all stay in high precision is not smoothed: there is no rounding to help.
 
     Args:
         tensors: the layer's, float32. high: its linears that stay in high precision.
     """
-    sites = [site for site in settings.smooth.sites if not high.issuperset(SITES[site])]
-    scales = layer_scales(
-        statistics, index, tensors, alpha=settings.smooth.alpha, sites=sites, heads=shape, dtype=dtype
-    )
-    folded = fold_layer(tensors, scales, shape)
-    for norm in NORMS.values():
-        folded[f"{norm}.weight"] = folded[f"{norm}.weight"].to(dtype).float()
-    linears = {}
-    for site, names in SITES.items():
-        absmax_C = statistics[f"layers.{index}.{site}.absmax"]
-        smoothed_C = absmax_C / scales[site] if site in scales else absmax_C
-        input_scale = static_scale(float(smoothed_C.max())) if settings.kind == "w8a8_int8_static" else None
-        for name in names:
-            if name not in high:
-                bias = folded.get(f"{name}.bias")
-                linears[name] = Int8Linear(*quantize_weight(folded[f"{name}.weight"]), bias, input_scale)
-    return QuantizedLayer(folded, linears)
+    seen, dtype = statistics.layer(index), model.stored_dtype
+    alphas, tried = layer_alphas(model.decoder, index, tensors, seen, statistics.layer(index, "samples"), settings,
+                                 high, dtype)  # fmt: skip
+    scales = site_scales(model.decoder, index, tensors, seen, alphas, settings.smooth.formula, dtype)
+    folded = fold_layer(tensors, model.decoder.sites(index), scales)
+    for site in model.decoder.sites(index):
+        if isinstance(site.producer, Norm):
+            weight = f"{site.producer.name}.weight"
+            folded[weight] = folded[weight].to(dtype).float()
+    absmax = {site.name: static_absmax(seen, tensor_name(index, site.name), scales.get(site.name))
+              for site in model.decoder.sites(index)}  # fmt: skip
+    return Smoothed(folded, alphas, absmax, tried)
 
 
-def _layer_inputs(
-    model: PreTrainedModel, layers: list[nn.Module], token_ids_ST: Tensor
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """What each decoder layer is called with on these sequences."""
-    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append((args, kwargs))
-
-    handles = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
-    try:
-        model.model(input_ids=token_ids_ST, use_cache=False)  # type: ignore[operator]
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
+def _store_rounded(model: Layerwise, index: int, layer: nn.Module, high: Collection[str]) -> None:
+    """Give the tensors of a layer that are not quantised the values that they will be stored with."""
+    quantized = {f"{name}.weight" for name in model.decoder.linears(index) if name not in high}
+    for name, tensor in layer.state_dict().items():
+        if name not in quantized:
+            tensor.copy_(tensor.to(model.stored_dtype))
 
 
-def layer_errors(
-    layer: nn.Module, index: int, done: QuantizedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Errors of one decoder layer and its linears on given inputs (rows of `quantize_model`'s table)."""
-    read: dict[str, Tensor] = {}
+def round_linear(
+    linear: nn.Module, input_absmax: float, settings: QuantizeScheme, dtype: torch.dtype, moments: Moments | None
+) -> QuantizedLinear:
+    """A linear layer on its scheme's grid: rounded to nearest, or by GPTQ where the moments of its input are given.
 
-    def hook(name: str) -> Any:
-        def see(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            read[name] = inputs[0]
-
-        return see
-
-    plain = _first(layer(*args, **kwargs))
-    handles = [layer.get_submodule(name).register_forward_pre_hook(hook(name)) for name in LINEARS]
-    try:
-        smoothed = _first(functional_call(layer, done.folded, args, kwargs))
-    finally:
-        for handle in handles:
-            handle.remove()
-    fold_error = float((smoothed - plain).abs().max() / plain.abs().max())
-    rows: list[dict[str, Any]] = [{"layer": index, "module": "layer", "quantized": False, "fold_error": fold_error}]
-    for site, names in SITES.items():
-        for name in names:
-            row = {"layer": index, "module": name, "site": site, "quantized": name in done.linears}
-            if name in done.linears:
-                linear, weight = done.linears[name], done.folded[f"{name}.weight"]
-                exact = nn.functional.linear(read[name], weight, done.folded.get(f"{name}.bias"))
-                row["weight_error"] = _relative(dequantize_weight(linear.weight, linear.weight_scale), weight)
-                row["output_error"] = _relative(linear(read[name]), exact)
-            rows.append(row)
-    return [{key: row.get(key) for key in LAYER_SCHEMA} for row in rows]
+    Args:
+        linear: weight [O, I], bias [O] or None, float32. dtype: of scales that are not stored in float32.
+    """
+    weight_OI, bias_O = linear.weight, linear.bias
+    assert isinstance(weight_OI, Tensor)
+    if moments is None or not moments.num_tokens:
+        grid = weight_grid(weight_OI, settings, scale_dtype=dtype)
+        levels_OI = round_weight(weight_OI, grid)
+    else:
+        rules = settings.gptq
+        grid = weight_grid(weight_OI, settings, scale_dtype=dtype, importance_I=moments.hessian_II.diagonal())
+        levels_OI = gptq(moments.shifted(weight_OI, rules.damping), moments.hessian_II, grid, damping=rules.damping,
+                         act_order=rules.act_order)  # fmt: skip
+    bias_O = bias_O.to(dtype) if isinstance(bias_O, Tensor) else None
+    return linear_from(levels_OI, grid, bias_O, settings, input_absmax, scale_dtype=dtype)
 
 
-def _first(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
+def rounded_input(x_BI: Tensor, settings: QuantizeScheme, input_absmax: float) -> Tensor:
+    """The values that the scheme's kernel multiplies in place of `x_BI`."""
+    if isinstance(settings, QuantizeInt8):
+        static = settings.kind == "w8a8_int8_static"
+        levels_BI, scale = int8.quantize_activation(x_BI, int8.static_scale(input_absmax) if static else None)
+        return levels_BI * scale
+    if isinstance(settings, QuantizeFp8):
+        levels_BI, scale = fp8.quantize_activation(x_BI)
+        return levels_BI * scale
+    return x_BI
+
+
+class CalibrationText:
+    """Hidden states of calibration text before a layer, in the model and in what has been quantised of it."""
+
+    def __init__(self, start: Hidden):
+        self._exact, self._seen = start, start.clone()
+        self._exact_inputs: list[dict[str, Tensor]] = []
+
+    def enter(self, model: Layerwise, index: int, layer: nn.Module) -> None:
+        """Run the unquantised text through a layer that is smoothed and not quantised, and keep what its linears read.
+
+        The tokens of an expert may differ between the two texts, so those are not kept.
+        """
+        self._exact_inputs = []
+        for exact in _batches(self._exact):
+            inputs: dict[str, Tensor] = {}
+
+            def keep(name: str, x_BTI: Tensor, inputs: dict[str, Tensor] = inputs) -> None:
+                if not name.startswith("experts."):
+                    inputs[name] = x_BTI.clone()
+
+            model.advance(exact, index, layer, keep)
+            self._exact_inputs.append(inputs)
+
+    def moments(
+        self,
+        model: Layerwise,
+        index: int,
+        layer: nn.Module,
+        names: Collection[str],
+        input_absmax: Mapping[str, float],
+        settings: QuantizeScheme,
+    ) -> dict[str, Moments]:
+        """Of the inputs of some sites, by their names, where what comes before them in the layer is quantised."""
+        found: dict[str, Moments] = {}
+        for inputs, seen in zip(self._exact_inputs, _batches(self._seen.clone()), strict=True):
+
+            def add(name: str, x_BTI: Tensor, inputs: dict[str, Tensor] = inputs) -> None:
+                if name in names:
+                    x_BTI = rounded_input(x_BTI, settings, input_absmax[name])
+                    found.setdefault(name, Moments(x_BTI.shape[-1])).add(x_BTI, inputs.get(name))
+                    if len(names) == 1:
+                        raise _SeenEnough
+
+            with suppress(_SeenEnough):
+                model.advance(seen, index, layer, add)
+        return found
+
+    def leave(self, model: Layerwise, index: int, layer: nn.Module) -> None:
+        """The layer is quantised: the text that sees it moves on by it."""
+        model.advance(self._seen, index, layer)
+        self._exact_inputs = []
+
+
+class _SeenEnough(Exception):
+    """What follows in the layer need not be computed."""
+
+
+def _batches(hidden: Hidden) -> Iterator[Hidden]:
+    """The batches of hidden states, each to be advanced for itself, in place."""
+    for states_BTD in hidden.batches():
+        yield Hidden(states_BTD, hidden.batch_size, hidden.arguments)
+
+
+class Errors:
+    """Errors of one layer on held-out text, whose hidden states move on by the unquantised layer."""
+
+    def __init__(self, model: Layerwise, index: int, layer: nn.Module, probe: Hidden):
+        """`layer` is the model's; `probe` what it is given."""
+        self._model, self._index = model, index
+        self._before = probe.clone()
+        self._inputs: dict[str, list[Tensor]] = {}
+        self._of_linear: dict[str, tuple[float, float | None]] = {}
+        self._fold_error = self._layer_error = 0.0
+        model.advance(probe, index, layer)
+        self._after_STD = probe.states_STD
+
+    def after_fold(self, layer: nn.Module) -> None:
+        """Note the change by the fold alone, and what each linear is given."""
+        folded = self._before.clone()
+
+        def see(name: str, x_BTI: Tensor) -> None:
+            self._inputs.setdefault(name, []).append(x_BTI.flatten(0, 1).clone())
+
+        self._model.advance(folded, self._index, layer, see)
+        change_STD = folded.states_STD - self._after_STD
+        self._fold_error = float(change_STD.abs().max() / self._after_STD.abs().max())
+
+    def of_linear(self, site: str, name: str, linear: nn.Module, rounded: QuantizedLinear) -> None:
+        """Note the change of a linear and of its output."""
+        weight_error = _relative(rounded.weight_values(), linear.weight)  # type: ignore[arg-type]
+        pieces = self._inputs.get(site)
+        if pieces is None:
+            # An expert that none of these tokens was routed to.
+            self._of_linear[name] = weight_error, None
+            return
+        x_NI = torch.cat(pieces)
+        self._of_linear[name] = weight_error, _relative(rounded(x_NI), linear(x_NI))
+
+    def of_layer(self, layer: nn.Module) -> None:
+        """Note the change of the layer's output when all its linears are rounded."""
+        rounded = self._before.clone()
+        self._model.advance(rounded, self._index, layer)
+        change_STD = rounded.states_STD - self._after_STD
+        self._layer_error = float(change_STD.norm() / (self._after_STD - self._before.states_STD).norm())
+
+    def rows(self, smoothed: Smoothed, high: Collection[str]) -> list[dict[str, Any]]:
+        """Rows of LAYER_SCHEMA."""
+        empty = dict.fromkeys(LAYER_SCHEMA)
+        rows = [empty | {"layer": self._index, "module": "layer", "quantized": False, "fold_error": self._fold_error,
+                         "output_error": self._layer_error}]  # fmt: skip
+        for site in self._model.decoder.sites(self._index):
+            for name in site.readers:
+                row = {"layer": self._index, "module": name, "site": site.name, "quantized": name not in high,
+                       "alpha": smoothed.alphas.get(site.name)}  # fmt: skip
+                row["weight_error"], row["output_error"] = self._of_linear.get(name, (None, None))
+                rows.append(empty | row)
+        return rows
 
 
 def _relative(changed: Tensor, exact: Tensor) -> float:
@@ -267,13 +451,26 @@ def _relative(changed: Tensor, exact: Tensor) -> float:
     return float((changed - exact).norm()) / size if size else 0.0
 
 
-def write_checkpoint(policy: Path, out: Path, tensors: dict[str, Tensor], quantization: dict[str, Any]) -> None:
-    """Write an INT8 checkpoint: the policy's files beside its weights, its config with `quantization`, the tensors."""
-    out.mkdir()
-    for path in sorted({path for pattern in COPIED for path in policy.glob(pattern) if path.is_file()}):
-        if path.name not in ("config.json", "model.safetensors.index.json"):
-            shutil.copyfile(path, out / path.name)
-    write_json(out / "config.json", {**read_json(policy / "config.json"), "quantization_config": quantization})
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    for path in out.iterdir():
-        path.chmod(0o644)
+def _write_layer(writer: CheckpointWriter, model: Layerwise, index: int, layer: nn.Module) -> None:
+    description = model.decoder
+    stored: dict[str, Tensor] = {}
+    for name in description.linears(index):
+        module = layer.get_submodule(name)
+        if not isinstance(module, nn.Linear):
+            stored |= {f"{name}.{part}": tensor for part, tensor in module.stored().items()}
+            if module.bias is not None:
+                stored[f"{name}.bias"] = module.bias.to(model.stored_dtype)
+    quantized = {name.rpartition(".")[0] for name in stored}
+    for name, tensor in layer.state_dict().items():
+        if name.rpartition(".")[0] not in quantized:
+            stored[name] = tensor.to(model.stored_dtype)
+    for name, tensor in stored.items():
+        writer.add(description.stored_name(index, name), tensor)
+
+
+def _sequences(calibrated: Path, kind: str) -> Sequences:
+    return sequences_from_frame(pl.read_parquet(calibrated / f"{kind}_tokens.parquet"))
+
+
+def _batch_size(sequences: Sequences) -> int:
+    return max(1, BATCH_TOKENS // sequences.token_ids_ST.shape[1])

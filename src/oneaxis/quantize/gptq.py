@@ -7,8 +7,8 @@ and CDQuant), which can only lower the same error; a row that rounding to neares
 
 The input that the rounded model sees (X, after the layers already rounded, activations rounded as the scheme says) is
 not the one that the unrounded model sees (F). Asking for Q X^T near W F^T instead of W X^T repairs what came before:
-completing the square, it is the same problem with the target W* = W (F^T X) (X^T X)^-1 (as GPTAQ, Li et al., 2025, but
-solved at once). `Moments` gathers both matrices.
+completing the square, it is the same problem with the target W* = W (F^T X) (X^T X)^-1. (GPTAQ, Li et al., 2025, has
+the same aim, and approaches it column by column.) `Moments` gathers both matrices.
 
 Grids (scales, zero points) are given and stay: with `act_order` the columns are taken by falling diagonal of H, while
 each keeps the scale of the group that it stands in ("static groups"). A column that no input reached has no say in H
@@ -39,34 +39,38 @@ class ColumnGrid(Protocol):
 
 @dataclass
 class Moments:
-    """Sums over tokens of what a linear reads: H = X^T X and, where given, F^T X; float64."""
+    """Sums over tokens of what a linear reads: H = X^T X and (F - X)^T X, the drift; float32."""
 
     size: int
     hessian_II: Tensor = field(init=False)
-    cross_II: Tensor = field(init=False)
+    drift_II: Tensor | None = None
+    """None: the inputs are the same."""
     num_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.hessian_II = torch.zeros(self.size, self.size, dtype=torch.float64)
-        self.cross_II = torch.zeros(self.size, self.size, dtype=torch.float64)
+        self.hessian_II = torch.zeros(self.size, self.size)
 
     def add(self, x_NI: Tensor, exact_NI: Tensor | None = None) -> None:
         """Take in inputs as the rounded model sees them, and the same tokens' as the unrounded one does."""
         x_NI = x_NI.detach().float().flatten(0, -2)
-        product_II = x_NI.T @ x_NI
-        self.hessian_II += product_II
-        self.cross_II += product_II if exact_NI is None else exact_NI.detach().float().flatten(0, -2).T @ x_NI
+        self.hessian_II += x_NI.T @ x_NI
         self.num_tokens += len(x_NI)
+        if exact_NI is not None:
+            if self.drift_II is None:
+                self.drift_II = torch.zeros(self.size, self.size)
+            self.drift_II += (exact_NI.detach().float().flatten(0, -2) - x_NI).T @ x_NI
 
     def shifted(self, weight_OI: Tensor, damping: float) -> Tensor:
         """W* [O, I]: the weights that bring the unrounded model's outputs out of the rounded model's inputs.
 
-        Damped on both sides, so that without a difference between the inputs W* is W.
+        W + W (F - X)^T X (X^T X)^-1, damped as the Hessian is.
         """
-        ridge_I = _ridge(self.hessian_II, damping)
-        factor_II = torch.linalg.cholesky(self.hessian_II + torch.diag(ridge_I))
-        wanted_OI = weight_OI.double() @ (self.cross_II + torch.diag(ridge_I))
-        return torch.cholesky_solve(wanted_OI.T, factor_II).T.float()
+        if self.drift_II is None:
+            return weight_OI
+        hessian_II = self.hessian_II.double()
+        factor_II = torch.linalg.cholesky(hessian_II + torch.diag(_ridge(hessian_II, damping)))
+        wanted_OI = (weight_OI.float() @ self.drift_II).double()
+        return weight_OI + torch.cholesky_solve(wanted_OI.T, factor_II).T.float()
 
 
 def gptq(weight_OI: Tensor, hessian_II: Tensor, grid: ColumnGrid, *, damping: float, act_order: bool) -> Tensor:

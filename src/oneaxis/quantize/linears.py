@@ -7,8 +7,9 @@ computes, and that knows the tensors it is stored as.
 Dims: O output channels, I input channels, G groups of input channels (one of all of them for INT8 and FP8).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -86,7 +87,8 @@ def weight_grid(
 
     Symmetric: absmax / 127, absmax / 7.5 (levels -8..7; as compressed-tensors), absmax / 448. Asymmetric: the range
     that holds every weight and 0. A range of zeros gets the scale 1. `weight_range: mse` takes, of a range shrunk step
-    by step, the one with the least squared rounding error.
+    by step, the one with the least squared rounding error. Levels -8..7 reach one step further down than up: for w4a16
+    `mse` also tries scales whose level -8 is the group's largest weight, negative ones if that is positive.
 
     Args:
         scale_dtype: that the scales of w4a16 are stored in; those of the others are float32.
@@ -103,14 +105,19 @@ def weight_grid(
     groups_OGg = weight_OI.float().unflatten(1, (-1, group_size))
     low_OG, high_OG = groups_OGg.amin(dim=2).clamp_max(0), groups_OGg.amax(dim=2).clamp_min(0)
 
-    def shrunk(share: float) -> tuple[Tensor, Tensor | None]:
-        if symmetric:
-            most = {"int8": int8.INT8_MAX, "int4": 7.5, "fp8": FP8_MAX}[kind]
-            return _storable(torch.maximum(-low_OG, high_OG) * share / most, kind, scale_dtype), None
-        scale_OG = _storable((high_OG - low_OG) * share / (int4.HIGHEST - int4.LOWEST), kind, scale_dtype)
-        return scale_OG, (int4.LOWEST - low_OG * share / scale_OG).round().clamp(int4.LOWEST, int4.HIGHEST)
+    def shrunk(share: float) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Scales and zero points of ranges shrunk to `share`."""
+        if not symmetric:
+            scale_OG = _storable((high_OG - low_OG) * share / (int4.HIGHEST - int4.LOWEST), kind, scale_dtype)
+            yield scale_OG, (int4.LOWEST - low_OG * share / scale_OG).round().clamp(int4.LOWEST, int4.HIGHEST)
+            return
+        most = {"int8": int8.INT8_MAX, "int4": 7.5, "fp8": FP8_MAX}[kind]
+        yield _storable(torch.maximum(-low_OG, high_OG) * share / most, kind, scale_dtype), None
+        if kind == "int4":
+            largest_OG = torch.where(high_OG > -low_OG, high_OG, low_OG)
+            yield _storable(largest_OG * share / int4.LOWEST, kind, scale_dtype), None
 
-    scale_OG, zero_OG = shrunk(1.0)
+    scale_OG, zero_OG = next(shrunk(1.0))
     if settings.weight_range == "mse":
         importance_Gg = None if importance_I is None else importance_I.float().unflatten(0, (-1, group_size))
 
@@ -120,8 +127,7 @@ def weight_grid(
             return (squared_OGg if importance_Gg is None else squared_OGg * importance_Gg).sum(dim=2)
 
         least_OG = error(scale_OG, zero_OG)
-        for share in torch.linspace(1.0, *SHRINKS[kind])[1:].tolist():
-            other_OG, other_zero_OG = shrunk(share)
+        for other_OG, other_zero_OG in chain.from_iterable(map(shrunk, torch.linspace(1.0, *SHRINKS[kind]).tolist())):
             error_OG = error(other_OG, other_zero_OG)
             better_OG = error_OG < least_OG
             least_OG = torch.where(better_OG, error_OG, least_OG)
@@ -135,7 +141,7 @@ def _storable(scale_OG: Tensor, kind: Levels, dtype: torch.dtype) -> Tensor:
     """The scale as it will be read back, 1 where it is zero or too small to be stored."""
     if kind == "int4":
         scale_OG = scale_OG.to(dtype).float()
-    return torch.where(scale_OG > 0, scale_OG, torch.ones_like(scale_OG))
+    return torch.where(scale_OG != 0, scale_OG, torch.ones_like(scale_OG))
 
 
 def levels_of(settings: QuantizeScheme) -> Levels:

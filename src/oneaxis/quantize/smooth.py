@@ -11,13 +11,12 @@ Dims: C channels of a site's tensor, K KV heads, G query heads of a group, D siz
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from oneaxis.errors import UserError
-from oneaxis.quantize import decoder as old
 from oneaxis.quantize.families import Decoder, Heads, Norm, Rows, Site
 
 Formula = Literal["absmax", "range"]
@@ -55,7 +54,7 @@ def smoothing_scale(statistics: Mapping[str, Tensor], alpha: float, formula: For
     return torch.where(alive_C, s_C, one_C).float()
 
 
-def equal_in_groups(s_C: Tensor, heads: Heads | old.Heads) -> Tensor:
+def equal_in_groups(s_C: Tensor, heads: Heads) -> Tensor:
     """Scales of o_proj's input with one scale per KV head and dimension: the maximum over the query heads it feeds."""
     s_KGD = s_C.view(heads.num_kv_heads, -1, heads.head_dim)
     return s_KGD.amax(dim=1, keepdim=True).expand_as(s_KGD).reshape(-1)
@@ -113,20 +112,13 @@ def site_statistics(statistics: Mapping[str, Tensor], layer: int, site: str) -> 
     return {name: statistics[f"layers.{layer}.{site}.{name}"] for name in names}
 
 
-def fold_layer(tensors: Mapping[str, Tensor], sites: Any, scales: Any) -> dict[str, Tensor]:
+def fold_layer(tensors: Mapping[str, Tensor], sites: Iterable[Site], scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The layer's tensors with the scales folded in, float32; what they compute together is unchanged.
 
     Args:
         tensors: by their names inside the layer (`self_attn.q_proj.weight`, ...), linears as [out, in].
         sites: of the layer. scales: s_C by the name of the site; for `o` equal within the groups.
     """
-    if isinstance(scales, old.Heads):  # apply.py before it speaks families: (tensors, scales, heads)
-        return _fold_old(tensors, sites, scales)
-    return fold_sites(tensors, sites, scales)
-
-
-def fold_sites(tensors: Mapping[str, Tensor], sites: Iterable[Site], scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As `fold_layer`."""
     folded = {name: tensor.float().clone() for name, tensor in tensors.items()}
     for site in sites:
         if site.name not in scales:
@@ -155,38 +147,3 @@ def _divide_rows(folded: dict[str, Tensor], rows: Rows, s_R: Tensor) -> None:
     folded[f"{rows.name}.weight"][part] /= s_R[:, None]
     if f"{rows.name}.bias" in folded:
         folded[f"{rows.name}.bias"][part] /= s_R
-
-
-# Until apply.py speaks families.
-
-
-def layer_scales(
-    statistics: Mapping[str, Tensor],
-    layer: int,
-    tensors: Mapping[str, Tensor],
-    *,
-    alpha: float,
-    sites: Iterable[str],
-    heads: old.Heads,
-    dtype: torch.dtype,
-) -> dict[str, Tensor]:
-    """As `site_scales`, for Llama's layers."""
-    scales = {}
-    for site in sites:
-        s_C = smoothing_scale(site_statistics(statistics, layer, site), alpha)
-        if site == "o":
-            s_C = equal_in_groups(s_C, heads)
-        if site in old.NORMS:
-            s_C = storable_scale(s_C, tensors[f"{old.NORMS[site]}.weight"], 0.0, dtype)
-        scales[site] = s_C
-    return scales
-
-
-def _fold_old(tensors: Mapping[str, Tensor], scales: Mapping[str, Tensor], heads: old.Heads) -> dict[str, Tensor]:
-    kv_width, width = heads.num_kv_heads * heads.head_dim, len(tensors["mlp.up_proj.weight"])
-    producers: dict[str, Norm | Rows] = {site: Norm(norm) for site, norm in old.NORMS.items()}
-    producers |= {"o": Rows("self_attn.v_proj", 0, kv_width), "down": Rows("mlp.up_proj", 0, width)}
-    shape = Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
-    sites = [Site(name, "o", readers, producer=producers[name], heads=shape if name == "o" else None)
-             for name, readers in old.SITES.items()]  # fmt: skip
-    return fold_sites(tensors, sites, scales)
