@@ -1,5 +1,7 @@
 """score: the served checkpoint on multiple-choice items; one log-probability table, and every scorer read from it."""
 
+import shutil
+
 from oneaxis.artifacts import write_json
 from oneaxis.stage import Stage, run
 
@@ -21,11 +23,14 @@ def work(stage: Stage) -> dict[str, float]:
         stage.config.seed,
         log=stage.root / ".oneaxis" / "score-engine.log",
         observed=stage.observed,
+        parts=stage.root / ".oneaxis" / "score",
     )
     scored.table.write_parquet(stage.out / "table.parquet")
     scored.items.write_parquet(stage.out / "items_scored.parquet")
     accuracy_by_scorer(scored.metrics).write_csv(stage.out / "accuracy.csv")
     write_json(stage.out / "summary.json", scored.summary)
+    if scored.parts:
+        shutil.rmtree(scored.parts)
     stage.notes.update(items=len(items), dropped=scored.dropped, engine=stage.config.score.engine)
     return scored.metrics
 

@@ -25,10 +25,12 @@ from oneaxis.score.table import SCHEMA
 
 def row(item: str, context: str, option: int, logprob: float, **facts: Any) -> dict[str, Any]:
     """A row of the table; what a test does not speak of has a default."""
-    default = {"item_id": item, "task": "t", "answer": 1, "option": option, "context": context, "rotation": 0,
-               "token_ids": [7], "logprobs": [logprob], "logprob": logprob, "chars": 1, "bytes": 1, "tokens": 1,
+    default = {"item_id": item, "task": "t", "topic": None, "answer": 1, "option": option, "context": context,
+               "rotation": 0, "variant": 0, "letter": None, "prompt": "?", "continuation": " x", "token_ids": [7],
+               "logprobs": [logprob], "logprob": logprob, "chars": 1, "bytes": 1, "tokens": 1, "prompt_tokens": 1,
                "boundary": "clean", "truncated": 0}  # fmt: skip
-    return {**default, **facts}
+    line = {**default, **facts}
+    return {"answers": [line["answer"]], **line}
 
 
 def table_of(rows: list[dict[str, Any]]) -> pl.DataFrame:
@@ -40,7 +42,7 @@ def letters(item: str, probabilities: list[list[float]], *, mass: float = 1.0, *
     """Letter rows from probabilities[rotation][letter]: at rotation r letter j stands for option (j + r) mod n."""
     n = len(probabilities)
     return [
-        row(item, "letter", (letter + rotation) % n, math.log(mass * p), rotation=rotation, **facts)
+        row(item, "letter", (letter + rotation) % n, math.log(mass * p), rotation=rotation, letter=letter, **facts)
         for rotation, line in enumerate(probabilities)
         for letter, p in enumerate(line)
     ]
@@ -128,7 +130,7 @@ def test_letter_probabilities_are_among_the_letters_and_name_their_options() -> 
 
 
 def test_letter_probabilities_do_not_underflow() -> None:
-    rows = [row("u", "letter", (j + r) % 2, -2000.0 - j, rotation=r) for r in range(2) for j in range(2)]
+    rows = [row("u", "letter", (j + r) % 2, -2000.0 - j, rotation=r, letter=j) for r in range(2) for j in range(2)]
     expected = 1 / (1 + math.exp(-1))
     assert letter_probabilities(table_of(rows))["probability"].to_list() == pytest.approx(
         [expected, 1 - expected, expected, 1 - expected]
@@ -189,7 +191,8 @@ def test_summary_and_metrics_by_hand() -> None:
 
 def test_comparisons_are_paired_and_on_common_items() -> None:
     compared = {(c["first"], c["second"]): c for c in compare(score_items(whole_table()))}
-    assert len(compared) == 21
+    # 5 cloze scorers and 4 by letter: no unconditional rows, no content-free ones.
+    assert len(compared) == 9 * 8 / 2
     # acc is wrong on all three, letter_permuted right on two: 2 discordant, p = 2 / 4.
     pair = compared[("acc", "letter_permuted")]
     assert (pair["n"], pair["only_first"], pair["only_second"], pair["p_value"]) == (3, 0, 2, 0.5)
@@ -217,7 +220,10 @@ def test_without_letters_there_is_no_letter_metric() -> None:
 
 
 def test_tasks_do_not_mix_even_where_item_ids_do() -> None:
-    other = [{**line, "task": "u", "answer": 0} for line in CLOZE_ITEM + letters("i", [[0.9, 0.1], [0.4, 0.6]])]
+    other = [
+        {**line, "task": "u", "answer": 0, "answers": [0]}
+        for line in CLOZE_ITEM + letters("i", [[0.9, 0.1], [0.4, 0.6]])
+    ]
     table = table_of(CLOZE_ITEM + other)
     metrics = flat_metrics(table, summarise(table, score_items(table)))
     assert (metrics["score/t/acc"], metrics["score/u/acc"]) == (0, 1)

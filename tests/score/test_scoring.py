@@ -27,7 +27,16 @@ ITEMS = [
 @pytest.fixture(scope="module")
 def config(root: Path) -> Config:
     """The committed settings, with two letter items a task and a premise of one task's own."""
-    return compose(root / "conf", ["profile=tiny", "score.letter.items_per_task=2", "+score.premises.cold=Cold:"])
+    return compose(
+        root / "conf",
+        [
+            "profile=tiny",
+            "score.letter.items_per_task=2",
+            "score.controls.items_per_task=0",
+            "score.letter.content_free=[]",
+            "+score.premises.cold=Cold:",
+        ],
+    )
 
 
 def scored(checkpoint: Path, config: Config, items: list[Item], tmp_path: Path) -> tuple[Scored, dict[str, Any]]:
@@ -70,7 +79,7 @@ def test_metrics_count_what_was_dropped_and_the_summary_shows_prompts_and_dtype(
 ) -> None:
     run, _ = scored(checkpoint, config, ITEMS, tmp_path)
     assert run.metrics["score/items_dropped"] == 1
-    assert run.dropped == {"empty_option": 1, "single_option": 0}
+    assert run.dropped == {"empty_option": 1, "single_option": 0, "repeated_option": 0, "overlong": 0}
     assert (run.metrics["score/bread/n"], run.metrics["score/cold/n"]) == (2, 1)
     assert "score/cold/acc_stderr" not in run.metrics
     cold = run.summary["tasks"]["cold"]
@@ -89,9 +98,22 @@ def test_a_prompt_beyond_the_models_positions_is_cut_and_counted(
 ) -> None:
     """The tiny model has 256 positions; the question is longer in any tokenization of this vocabulary."""
     item = Item("long", "bread", "zx" * 400, ("a", "bb"), 0)
-    run, _ = scored(checkpoint, config, [ITEMS[0], item], tmp_path)
+    settings = config.model_copy(update={"score": config.score.model_copy(update={"overlong": "cut"})})
+    run, _ = scored(checkpoint, settings, [ITEMS[0], item], tmp_path)
     assert run.metrics["score/truncated"] == 1
+    assert run.metrics["score/items_dropped"] == 0
     assert run.table.filter(pl.col("truncated") > 0)["item_id"].unique().to_list() == ["long"]
+
+
+def test_an_item_that_is_too_long_is_left_out_and_counted(checkpoint: Path, config: Config, tmp_path: Path) -> None:
+    """As the committed settings have it, in every context of the item."""
+    item = Item("long", "bread", "zx" * 400, ("a", "bb"), 0)
+    run, _ = scored(checkpoint, config, [ITEMS[0], item], tmp_path)
+    assert run.dropped["overlong"] == run.metrics["score/items_dropped"] == 1
+    assert run.metrics["score/truncated"] == 0
+    assert run.table["item_id"].unique().to_list() == ["q0"]
+    with pytest.raises(UserError, match=r"score\.overlong='drop': none of 1 items fits the model; allowed: cut"):
+        scored(checkpoint, config, [item], tmp_path)
 
 
 def test_a_model_that_gives_nan_fails_and_names_the_item(checkpoint: Path, config: Config, tmp_path: Path) -> None:

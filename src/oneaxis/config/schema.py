@@ -416,23 +416,58 @@ class Letter(Section):
 
     items_per_task: Annotated[int, Field(ge=0)]
     """0: no letter format."""
+    content_free: list[str]
+    """Texts in place of the question, for contextual calibration: one more prompt an item each. []: none."""
+    prior_share: OpenFraction
+    """Share of these items on which pride's prior is estimated; the others are scored with it."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> "Letter":
+        if len(set(self.content_free)) < len(self.content_free):
+            raise ValueError(f"content_free is {self.content_free}; allowed: texts that differ")
+        return self
+
+
+class Controls(Section):
+    """What is scored to judge the scorers: further premises, and the options after no prompt (`pmi`)."""
+
+    items_per_task: Annotated[int, Field(ge=0)]
+    """Items of each task that are drawn for it. 0: none."""
 
 
 class Score(Section):
     engine: Literal["transformers", "vllm"]
     dtype: Literal["float32", "bfloat16"]
-    premises: dict[str, str]
-    """Domain premise of pmi_dc per task; `default` serves tasks that are not named."""
+    premises: dict[str, str | list[str]]
+    """Domain premises of pmi_dc per task; `default` serves tasks that are not named. Of a list the first is ranked."""
     question_template: Annotated[str, Field(pattern=r"\{question\}")]
+    season: Annotated[int, Field(ge=0)]
+    """0: `question_template`, and options in their own order. From 1: wording and the order of listed options turn by
+    season and item, whatever `seed` is, so that a public set that models have learnt stays usable."""
+    season_templates: list[Annotated[str, Field(pattern=r"\{question\}")]]
+    """Wordings that take turns with `question_template` from season 1 on."""
+    chat_template: bool
+    """Prompts are a user's message in the tokenizer's chat template."""
+    answer_prefix: str
+    """Put before every answer: a closed think span, say, so that the answer is scored and not the thought."""
     letter: Letter
+    controls: Controls
+    overlong: Literal["drop", "cut"]
+    """An item longer than the model takes: left out, or its prompt cut from the left. Both are counted."""
     batch_tokens: Annotated[int, Field(ge=64)]
+    batch_check: Annotated[int, Field(ge=0)]
+    """Sequences that are scored again one at a time, to measure what their batch did to them. 0: none."""
 
     @model_validator(mode="after")
     def _default_premise(self) -> "Score":
         if "default" not in self.premises:
             raise ValueError(f"premises has {sorted(self.premises)}; allowed: a mapping that holds `default`")
-        if self.question_template != self.question_template.rstrip():
-            raise ValueError("question_template ends in white space; allowed: none, it belongs to the answer")
+        for name, templates in (
+            ("question_template", [self.question_template]),
+            ("season_templates", self.season_templates),
+        ):
+            if any(text != text.rstrip() for text in templates):
+                raise ValueError(f"{name} ends in white space; allowed: none, it belongs to the answer")
         return self
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 
 from oneaxis.config import Config
+from oneaxis.config.schema import Score
 from oneaxis.load.plan import rate_label
 from oneaxis.load.summary import CELL_METRICS
 from oneaxis.score.metrics import CLOZE, LETTER
@@ -73,11 +74,22 @@ def _names(config: Config, stage: str) -> set[str]:
                      for name in CELL_METRICS}  # fmt: skip
             return {"valid", "requests", "failed", "prefix_hit_rate"} | cells | {f"{s}/capacity_tok_s" for s in shapes}
         case "score":
-            letter = (*LETTER, "letter_moved_share") if config.score.letter.items_per_task else ()
-            scorers = {f"{name}{end}" for name in (*CLOZE, *letter) for end in ("", "_stderr")} | {"n"}
-            scorers |= {"letter_n"} if letter else set()
-            scorers -= {"letter_moved_share_stderr"}
-            per_task = {f"{task}/{name}" for task in config.data.items.tasks for name in scorers}
-            return per_task | {"items_dropped", "boundary_backed_off", "truncated"}
+            tasks = config.data.items.tasks
+            return {f"{task}/{name}" for task in tasks for name in score_names(config.score)} | {
+                "items_dropped", "boundary_backed_off", "truncated", "batch_difference_nats"}  # fmt: skip
         case _:
             return {"valid", "reasons", "warnings", "stages_missing"}
+
+
+def score_names(settings: Score) -> set[str]:
+    """The metrics of one task in stage `score`."""
+    scorers, others = set(CLOZE), {"n"}
+    if settings.controls.items_per_task:
+        others |= {"pmi_n", "pmi_dc_spread", "pmi_dc_moved_share"}
+    else:
+        scorers.remove("pmi")
+    if settings.letter.items_per_task:
+        letters = set(LETTER) if settings.letter.content_free else set(LETTER) - {"letter_calibrated"}
+        scorers |= letters
+        others |= {"letter_n", "pride_n", "letter_moved_share"} | {f"{name}_rstd" for name in letters}
+    return {f"{name}{end}" for name in scorers for end in ("", "_stderr")} | others

@@ -26,7 +26,7 @@ class Encoded:
     backed_off: int
     """Tokens of the prompt that are scored with the continuation, since the tokenizer merges across the boundary."""
     truncated: int
-    """Tokens cut from the left of the prompt, to fit the model."""
+    """Tokens beyond what the model takes: cut from the left of the prompt, or too many where nothing is cut."""
 
     @property
     def boundary(self) -> str:
@@ -69,29 +69,79 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
     return min(map(len, sequences))
 
 
+def chat_renderer(tokenizer: Any) -> Callable[[str], str]:
+    """A user's message as the tokenizer's chat template has it, up to where the assistant's words begin.
+
+    Raises:
+        UserError: when the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise UserError("score.chat_template=true: the tokenizer has no chat template; allowed: false")
+
+    def render(message: str) -> str:
+        conversation = [{"role": "user", "content": message}]
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+
+    return render
+
+
+def start_token(tokenizer: Any) -> int | None:
+    """What stands before a text that has no prompt: BOS, else EOS, else nothing."""
+    token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return None if token is None else int(token)
+
+
 def encode_contexts(
-    contexts: Sequence[Context], encode: Encode, leading: Sequence[int], max_tokens: int
+    contexts: Sequence[Context],
+    encode: Encode,
+    leading: Sequence[int],
+    max_tokens: int,
+    *,
+    start: int | None = None,
+    cut: bool = True,
 ) -> list[Encoded]:
     """Each context in tokens.
 
     Args:
         contexts: what to encode.
         encode: texts to ids without special tokens.
-        leading: ids before every text (BOS); kept when a prompt is truncated.
+        leading: ids before every text (BOS), once where a chat template has put them there already; kept when a prompt
+            is cut.
         max_tokens: longest sequence, all told, that the model takes.
+        start: what stands before the options where there is no prompt.
+        cut: longer sequences lose the left of their prompt. Else they are left whole, and `truncated` says how many
+            tokens are too many.
+
+    Raises:
+        UserError: when an option has no token of its own, or nothing stands before it.
     """
     prompts = encode([context.prompt for context in contexts])
     wholes = encode([context.prompt + text for context in contexts for text in context.continuations])
     encoded, position = [], 0
     for context, prompt in zip(contexts, prompts, strict=True):
-        count = len(context.texts)
-        encoded.append(_encode(context, prompt, wholes[position : position + count], tuple(leading), max_tokens))
-        position += count
+        own = wholes[position : position + len(context.texts)]
+        position += len(context.texts)
+        before = tuple(leading)
+        if context.kind == "bos":
+            if start is None:
+                raise UserError(
+                    "score.controls.items_per_task: the tokenizer has neither BOS nor EOS to stand for no prompt; "
+                    "allowed: 0"
+                )
+            before = (start,)
+        elif before and all(tuple(ids[: len(before)]) == before for ids in (prompt, *own)):
+            prompt, own = prompt[len(before) :], [ids[len(before) :] for ids in own]
+        encoded.append(_encode(context, prompt, own, before, max_tokens, cut))
     return encoded
 
 
 def _encode(
-    context: Context, prompt: list[int], wholes: list[list[int]], leading: tuple[int, ...], max_tokens: int
+    context: Context,
+    prompt: list[int],
+    wholes: list[list[int]],
+    leading: tuple[int, ...],
+    max_tokens: int,
+    cut: bool,
 ) -> Encoded:
     where = f"item {context.item.item_id}, {context.kind} context"
     shared = common_prefix([prompt, *wholes])
@@ -103,13 +153,14 @@ def _encode(
     if shared + len(leading) == 0:
         raise UserError(f"{where}: prompt {context.prompt!r} leaves no token before the options; allowed: a longer one")
     overflow = max(0, len(leading) + max(map(len, wholes)) - max_tokens)
-    left = shared - overflow
+    lost = overflow if cut else 0
+    left = shared - lost
     if left < 0 or left + len(leading) == 0:
         raise UserError(
             f"{where}: the longest option leaves no room for a prompt; allowed: {max_tokens} tokens together"
         )
     return Encoded(
-        ids=tuple(leading + tuple(whole[overflow:]) for whole in wholes),
+        ids=tuple(leading + tuple(whole[lost:]) for whole in wholes),
         start=len(leading) + left,
         backed_off=len(prompt) - shared,
         truncated=overflow,

@@ -1,23 +1,44 @@
 """A scoring run: items and a checkpoint to the table, what each scorer makes of it, and a summary.
 
 `engine=transformers` scores in this process; `engine=vllm` asks a vLLM engine, in the same dtype.
+
+The table is made part by part, each of a fixed number of items and scored by itself, so that a part is the same
+whatever ran before it. Finished parts lie in a folder named by what decides them (checkpoint, items, settings); a run
+that was killed finds them there and goes on, to the same bytes where the engine gives the same numbers twice
+(`transformers`).
 """
 
+import hashlib
+import json
+import os
+import random
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
+from oneaxis.artifacts import sha256_file
 from oneaxis.config.schema import Score, Serve
 from oneaxis.errors import UserError
-from oneaxis.score.boundary import Encoded, Target, encode_contexts, text_encoder
-from oneaxis.score.contexts import Context, Item, all_contexts, usable
-from oneaxis.score.metrics import flat_metrics, score_items, summarise
-from oneaxis.score.table import build_table
+from oneaxis.score.boundary import Encoded, Target, chat_renderer, encode_contexts, start_token, text_encoder
+from oneaxis.score.contexts import Context, Item, Wording, all_contexts, usable
+from oneaxis.score.metrics import flat_metrics, score_items, scorer_label, summarise
+from oneaxis.score.table import SCHEMA, build_table
+
+ITEMS_PER_PART = 64
+PARTS_KEPT = 4
+"""Folders of unfinished runs that are kept beside this one's."""
+
+Scorer = Callable[[Sequence[Target]], list[list[float]]]
+"""Targets -> the log-probability of every token of each from its start on (nats)."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +50,29 @@ class Scored:
     summary: dict[str, Any]
     metrics: dict[str, float]
     dropped: dict[str, int]
+    parts: Path | None
+    """The folder of the parts, to be removed when the table has been written."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model that scores."""
+
+    score: Scorer
+    alone: Scorer
+    """One sequence after the other, with nothing shared."""
 
 
 def read_items(path: Path) -> list[Item]:
-    """Items of `items.parquet`, in its order."""
-    frame = pl.read_parquet(path, columns=["item_id", "task", "question", "options", "answer"])
-    return [Item(row[0], row[1], row[2], tuple(row[3]), row[4]) for row in frame.iter_rows()]
+    """Items of `items.parquet`, in its order. Column `answers` may be missing: one answer each."""
+    frame = pl.read_parquet(path)
+    if "answers" not in frame.columns:
+        frame = frame.with_columns(answers=pl.concat_list("answer"))
+    columns = ["item_id", "task", "question", "options", "answer", "answers", "topic"]
+    return [
+        Item(item_id, task, question, tuple(options), answer, tuple(answers), topic)
+        for item_id, task, question, options, answer, answers, topic in frame.select(columns).iter_rows()
+    ]
 
 
 def score_checkpoint(
@@ -46,6 +84,8 @@ def score_checkpoint(
     *,
     log: Path,
     observed: dict[str, Any],
+    parts: Path | None = None,
+    items_per_part: int = ITEMS_PER_PART,
 ) -> Scored:
     """Score items with a checkpoint, by the engine that the settings name.
 
@@ -55,31 +95,197 @@ def score_checkpoint(
         settings, serve, seed: sections of the config; `serve` is used by `engine=vllm` only.
         log: where a vLLM engine writes its words.
         observed: filled with times and token counts.
+        parts: where finished parts are kept until the run is done; none: a killed run starts anew.
+        items_per_part: how many items are scored between two parts.
+
+    Raises:
+        UserError: when no item can be scored, or the settings do not fit the tokenizer.
     """
     kept, dropped = usable(items)
     if not kept:
         raise UserError(f"artifacts/prepare_data/items.parquet: none of {len(items)} items can be scored: {dropped}")
-    contexts = all_contexts(
-        kept,
-        template=settings.question_template,
-        premises=settings.premises,
-        letter_items_per_task=settings.letter.items_per_task,
-        seed=seed,
-    )
-    if settings.engine == "transformers":
-        encoded, logprobs = _by_transformers(checkpoint, contexts, settings, observed)
-    else:
-        encoded, logprobs = _by_vllm(checkpoint, contexts, settings, serve, log, observed)
-    table = build_table(contexts, encoded, logprobs)
-    scored_items = score_items(table)
+    by_item, encoded = encode_items(checkpoint, kept, settings, serve, seed)
+    dropped["overlong"] = 0
+    if settings.overlong == "drop":
+        fits = [all(not tokens.truncated for tokens in own) for own in encoded]
+        dropped["overlong"] = fits.count(False)
+        if not any(fits):
+            raise UserError(f"score.overlong='drop': none of {len(kept)} items fits the model; allowed: cut")
+        by_item, encoded = list(compress(by_item, fits)), list(compress(encoded, fits))
+    folder = None
+    if parts is not None:
+        folder = parts / run_key(checkpoint, by_item, settings, serve, seed, items_per_part)
+        _open_parts(folder)
+    with _engine(checkpoint, settings, serve, log, observed) as engine:
+        table = _table(engine, by_item, encoded, folder, items_per_part, observed)
+        difference = batch_difference(engine, table, by_item, encoded, settings.batch_check, seed)
+    scored_items = score_items(table, prior_share=settings.letter.prior_share, seed=seed)
     tasks = summarise(table, scored_items)
     metrics = {**flat_metrics(table, tasks), "score/items_dropped": sum(dropped.values())}
+    if difference:
+        metrics["score/batch_difference_nats"] = difference["max_nats"]
+    contexts = [context for own in by_item for context in own]
     for task, facts in tasks.items():
         facts["shown"] = shown(contexts, task)
         for name, result in facts["scorers"].items():
-            result["scorer"] = f"{name} ({settings.dtype})"
-    summary = {"engine": settings.engine, "dtype": settings.dtype, "seed": seed, "dropped": dropped, "tasks": tasks}
-    return Scored(table, scored_items, summary, metrics, dropped)
+            result["scorer"] = scorer_label(name, settings.dtype)
+    summary = {
+        "engine": settings.engine,
+        "dtype": settings.dtype,
+        "seed": seed,
+        "season": settings.season,
+        "chat_template": settings.chat_template,
+        "dropped": dropped,
+        "batch_difference": difference,
+        "tasks": tasks,
+    }
+    return Scored(table, scored_items, summary, metrics, dropped, folder)
+
+
+def encode_items(
+    checkpoint: Path, items: Sequence[Item], settings: Score, serve: Serve, seed: int
+) -> tuple[list[list[Context]], list[list[Encoded]]]:
+    """Every context of every item, as text and as tokens of the checkpoint's tokenizer."""
+    from oneaxis.checkpoint.load import load_tokenizer
+
+    tokenizer = load_tokenizer(checkpoint)
+    wording = Wording(
+        templates=(settings.question_template, *settings.season_templates),
+        season=settings.season,
+        answer_prefix=settings.answer_prefix,
+        chat=chat_renderer(tokenizer) if settings.chat_template else None,
+    )
+    by_item = all_contexts(
+        items,
+        wording=wording,
+        premises=settings.premises,
+        controls_per_task=settings.controls.items_per_task,
+        letters_per_task=settings.letter.items_per_task,
+        content_free=settings.letter.content_free,
+        seed=seed,
+    )
+    encode, leading = text_encoder(tokenizer)
+    flat = encode_contexts(
+        [context for own in by_item for context in own],
+        encode,
+        leading,
+        max_tokens(checkpoint, settings, serve),
+        start=start_token(tokenizer),
+        cut=settings.overlong == "cut",
+    )
+    rest = iter(flat)
+    return by_item, [[next(rest) for _ in own] for own in by_item]
+
+
+def max_tokens(checkpoint: Path, settings: Score, serve: Serve) -> int:
+    """The longest sequence that can be scored.
+
+    Its last token is scored, not read: one more than the positions fits. Some models name no limit. vLLM generates one
+    token behind each sequence.
+    """
+    if settings.engine == "vllm":
+        return serve.max_model_len - 1
+    from oneaxis.checkpoint.load import read_config
+
+    config = read_config(checkpoint)[0].get_text_config()
+    positions: int = getattr(config, "max_position_embeddings", None) or sys.maxsize - 1
+    return positions + 1
+
+
+def run_key(
+    checkpoint: Path,
+    by_item: Sequence[Sequence[Context]],
+    settings: Score,
+    serve: Serve,
+    seed: int,
+    items_per_part: int,
+) -> str:
+    """What decides the parts, in one word: the checkpoint's files, every prompt and option, the settings, versions."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        digest.update(f"{file.relative_to(checkpoint)} {sha256_file(file)}\n".encode())
+    for context in (context for own in by_item for context in own):
+        item = context.item
+        digest.update(repr((item.item_id, item.task, item.topic, item.answer, item.answers, context.kind,
+                            context.rotation, context.variant, context.prompt, context.options,
+                            context.continuations)).encode())  # fmt: skip
+    decided = {
+        "score": settings.model_dump(),
+        "serve": serve.model_dump() if settings.engine == "vllm" else None,
+        "seed": seed,
+        "items_per_part": items_per_part,
+        "columns": list(SCHEMA),
+        "versions": [version("torch"), version("transformers")],
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+    digest.update(json.dumps(decided, sort_keys=True).encode())
+    return digest.hexdigest()[:16]
+
+
+def _open_parts(folder: Path) -> None:
+    """The folder of this run's parts; of other runs' that never finished, only the latest are kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    others = sorted((path for path in folder.parent.iterdir() if path != folder), key=lambda path: path.stat().st_mtime)
+    for path in others[:-PARTS_KEPT]:
+        shutil.rmtree(path)
+
+
+def _table(
+    engine: Engine,
+    by_item: Sequence[Sequence[Context]],
+    encoded: Sequence[Sequence[Encoded]],
+    folder: Path | None,
+    items_per_part: int,
+    observed: dict[str, Any],
+) -> pl.DataFrame:
+    """The table, from the parts that are there and those that are scored now."""
+    tables, found = [], 0
+    for number, begin in enumerate(range(0, len(by_item), items_per_part)):
+        path = folder / f"part-{number:05d}.parquet" if folder else None
+        if path and path.exists():
+            tables.append(pl.read_parquet(path, schema=SCHEMA))
+            found += 1
+            continue
+        contexts = [context for own in by_item[begin : begin + items_per_part] for context in own]
+        tokens = [one for own in encoded[begin : begin + items_per_part] for one in own]
+        flat = engine.score(targets_of(contexts, tokens))
+        tables.append(build_table(contexts, tokens, by_context(tokens, flat)))
+        if path:
+            half = path.with_suffix(".half")
+            tables[-1].write_parquet(half)
+            os.replace(half, path)
+    observed["score"] |= {"parts": len(tables), "parts_found": found}
+    return pl.concat(tables)
+
+
+def batch_difference(
+    engine: Engine,
+    table: pl.DataFrame,
+    by_item: Sequence[Sequence[Context]],
+    encoded: Sequence[Sequence[Encoded]],
+    count: int,
+    seed: int,
+) -> dict[str, Any] | None:
+    """What the company of a batch did to scores: a sample is scored again alone, and the sums compared (nats).
+
+    Args:
+        engine: what scored the table.
+        table: in the order of `by_item`.
+        by_item, encoded: the table's contexts.
+        count: sequences in the sample; 0: none, and null is returned.
+        seed: draws the sample.
+    """
+    if not count:
+        return None
+    contexts = [context for own in by_item for context in own]
+    targets = targets_of(contexts, [one for own in encoded for one in own])
+    assert len(targets) == table.height
+    places = sorted(random.Random(f"batch:{seed}").sample(range(len(targets)), min(count, len(targets))))
+    alone = engine.alone([targets[place] for place in places])
+    together = table["logprobs"].gather(places).to_list()
+    apart = [abs(a - b) for one, other in zip(alone, together, strict=True) for a, b in zip(one, other, strict=True)]
+    sums = [abs(sum(one) - sum(other)) for one, other in zip(alone, together, strict=True)]
+    return {"sequences": len(places), "max_nats": max(sums), "max_token_nats": max(apart)}
 
 
 def targets_of(contexts: Sequence[Context], encoded: Sequence[Encoded]) -> list[Target]:
@@ -89,7 +295,8 @@ def targets_of(contexts: Sequence[Context], encoded: Sequence[Encoded]) -> list[
     """
     targets = []
     for context, tokens in zip(contexts, encoded, strict=True):
-        own = context.prompt if context.kind == "premise" else f"{context.item.task}:{context.item.item_id}"
+        item = context.item
+        own = context.prompt if context.kind in ("premise", "bos") else f"{item.task}:{item.item_id}:{context.variant}"
         group = f"{context.kind}:{own}:{tokens.truncated and context.rotation + 1}"
         targets += [Target(group, ids, tokens.start) for ids in tokens.ids]
     return targets
@@ -113,47 +320,66 @@ def shown(contexts: Sequence[Context], task: str) -> dict[str, dict[str, Any]]:
     return examples
 
 
-def _by_transformers(
-    checkpoint: Path, contexts: Sequence[Context], settings: Score, observed: dict[str, Any]
-) -> tuple[list[Encoded], list[list[list[float]]]]:
+@contextmanager
+def _engine(checkpoint: Path, settings: Score, serve: Serve, log: Path, observed: dict[str, Any]) -> Iterator[Engine]:
+    """The engine that the settings name, while it runs; `observed` is filled when it ends."""
+    if settings.engine == "transformers":
+        yield _transformers(checkpoint, settings, observed)
+    else:
+        with _vllm(checkpoint, settings, serve, log, observed) as engine:
+            yield engine
+
+
+def _transformers(checkpoint: Path, settings: Score, observed: dict[str, Any]) -> Engine:
     import torch
 
     from oneaxis.checkpoint.load import load_for_measuring
     from oneaxis.score.local import log_probabilities
 
     started = time.monotonic()
-    model, tokenizer = load_for_measuring(checkpoint, getattr(torch, settings.dtype))
-    encode, leading = text_encoder(tokenizer)
-    # The last token of a sequence is scored, not read: one more than the positions fits. Some models name no limit.
-    positions = getattr(model.config, "max_position_embeddings", sys.maxsize - 1)
-    encoded = encode_contexts(contexts, encode, leading, positions + 1)
-    loaded = time.monotonic()
-    flat, work = log_probabilities(model, targets_of(contexts, encoded), settings.batch_tokens)
-    seconds = time.monotonic() - loaded
-    observed["score"] = {
-        "load_s": round(loaded - started, 3),
-        "score_s": round(seconds, 3),
-        "tokens_per_s": round(work.tokens / seconds, 1),
-        "tokens_computed": work.tokens,
-        "tokens_padded": work.padded_tokens,
-        "tokens_naive": work.naive_tokens,
-    }
-    return encoded, by_context(encoded, flat)
+    model, _ = load_for_measuring(checkpoint, getattr(torch, settings.dtype))
+    seen = {"load_s": round(time.monotonic() - started, 3), "score_s": 0.0, "tokens_computed": 0, "tokens_padded": 0,
+            "tokens_naive": 0}  # fmt: skip
+    observed["score"] = seen
+
+    def score(targets: Sequence[Target]) -> list[list[float]]:
+        begun = time.monotonic()
+        flat, work = log_probabilities(model, targets, settings.batch_tokens)
+        seen["score_s"] = round(seen["score_s"] + time.monotonic() - begun, 3)
+        seen["tokens_computed"] += work.tokens
+        seen["tokens_padded"] += work.padded_tokens
+        seen["tokens_naive"] += work.naive_tokens
+        seen["tokens_per_s"] = round(seen["tokens_computed"] / max(seen["score_s"], 1e-3), 1)
+        return flat
+
+    def alone(targets: Sequence[Target]) -> list[list[float]]:
+        """No cache, no padding, no shared prefix: the model's own forward of each sequence."""
+        head, scored = model.get_output_embeddings(), []
+        with torch.inference_mode():
+            for target in targets:
+                ids = torch.tensor([target.ids], device=model.device)
+                hidden = model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+                logprobs = torch.log_softmax(head(hidden[0, target.start - 1 :]).float(), dim=-1)
+                picked = logprobs.gather(1, ids[0, target.start :, None])[:, 0]
+                scored.append([float(value) for value in picked])
+        return scored
+
+    return Engine(score, alone)
 
 
-def _by_vllm(
-    checkpoint: Path, contexts: Sequence[Context], settings: Score, serve: Serve, log: Path, observed: dict[str, Any]
-) -> tuple[list[Encoded], list[list[list[float]]]]:
-    from oneaxis.checkpoint.load import load_tokenizer
+@contextmanager
+def _vllm(checkpoint: Path, settings: Score, serve: Serve, log: Path, observed: dict[str, Any]) -> Iterator[Engine]:
     from oneaxis.score.remote import log_probabilities
     from oneaxis.serve import running_engine
 
-    encode, leading = text_encoder(load_tokenizer(checkpoint))
-    # One token is generated behind each sequence.
-    encoded = encode_contexts(contexts, encode, leading, serve.max_model_len - 1)
     engine_settings = serve.model_copy(update={"dtype": settings.dtype})
-    with running_engine(checkpoint, engine_settings, log_path=log, observed=observed) as engine:
-        started = time.monotonic()
-        flat = log_probabilities(engine, targets_of(contexts, encoded), serve.max_num_seqs)
-        observed["score"] = {"score_s": round(time.monotonic() - started, 3)}
-    return encoded, by_context(encoded, flat)
+    with running_engine(checkpoint, engine_settings, log_path=log, observed=observed) as running:
+        observed["score"] = {"score_s": 0.0}
+
+        def score(targets: Sequence[Target]) -> list[list[float]]:
+            begun = time.monotonic()
+            flat = log_probabilities(running, targets, serve.max_num_seqs)
+            observed["score"]["score_s"] = round(observed["score"]["score_s"] + time.monotonic() - begun, 3)
+            return flat
+
+        yield Engine(score, lambda targets: log_probabilities(running, targets, 1))
