@@ -128,8 +128,11 @@ def test_channels_without_range_do_not_disturb() -> None:
     assert all(np.isfinite(row["mse"]) for row in rows)
 
 
-def test_nan_in_a_sample_names_the_tensor() -> None:
+def test_nan_in_a_sample_or_in_the_statistics_names_the_tensor() -> None:
     case = Case("llama")
     case.samples["layers.0.o"][1, 2] = float("nan")
     with pytest.raises(UserError, match=r"samples\.safetensors: layers\.0\.o holds NaN or infinity; allowed"):
         case.search(scheme(alpha="auto"))
+    case.statistics["layers.0.qkv.absmax"][0] = float("inf")
+    with pytest.raises(UserError, match=r"stats\.safetensors: layers\.0\.qkv\.absmax holds NaN or infinity; allowed"):
+        case.search(scheme(alpha=0.5))

@@ -22,7 +22,7 @@ from oneaxis.errors import UserError
 from oneaxis.quantize.families import Decoder
 from oneaxis.quantize.linears import linear_from, round_weight, weight_grid
 from oneaxis.quantize.smooth import site_scales
-from oneaxis.quantize.statistics import static_absmax, tensor_name
+from oneaxis.quantize.statistics import require_finite, static_absmax, tensor_name
 
 SEARCH_SCHEMA = {
     "layer": pl.Int64,
@@ -55,8 +55,9 @@ def layer_alphas(
         high: the layer's linears that stay in high precision. dtype: in which norm weights are stored.
 
     Raises:
-        UserError: `auto`, and a tensor has no sample, or one that holds NaN or infinity.
+        UserError: the statistics hold NaN or infinity; or, with `auto`, so does a sample, or it is missing.
     """
+    require_finite(statistics, "artifacts/calibrate/stats.safetensors")
     smooth = settings.smooth
     alphas: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
@@ -121,8 +122,5 @@ def _sample(samples: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in samples:
         raise UserError(f"artifacts/calibrate/samples.safetensors: no {name}, which quantize.smooth.alpha=auto needs; "
                         "allowed: the samples of the policy, which `dvc repro` makes")  # fmt: skip
-    x_nI = samples[name].float()
-    if not x_nI.isfinite().all():
-        raise UserError(f"artifacts/calibrate/samples.safetensors: {name} holds NaN or infinity; allowed: finite "
-                        "values; `dvc repro -f -s calibrate` makes them anew")  # fmt: skip
-    return x_nI
+    require_finite({name: samples[name]}, "artifacts/calibrate/samples.safetensors")
+    return samples[name].float()

@@ -269,22 +269,31 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight.detach().float()
 
 
-def read_statistics(path: Path) -> dict[str, Tensor]:
-    """What `gather` left in stats.safetensors.
+def read_statistics(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """What `gather` left in stats.safetensors or samples.safetensors.
+
+    Args:
+        prefix: of the names to read, such as `layers.3.`; all by default.
 
     Raises:
-        UserError: it is missing or broken, or holds NaN or infinity: names the file and the tensor.
+        UserError: the file is missing or broken, or a tensor holds NaN or infinity: names the file and the tensor.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, FileNotFoundError) as error:
         raise UserError(f"{path}: missing or not whole ({error}); `dvc repro` makes it") from error
+    require_finite(tensors, str(path))
+    return tensors
+
+
+def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse, with a UserError, a tensor of an artifact of `calibrate` that holds NaN or infinity."""
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise UserError(f"{path}: {name} holds NaN or infinity; allowed: finite statistics; `dvc repro -f -s "
+            raise UserError(f"{where}: {name} holds NaN or infinity; allowed: finite values; `dvc repro -f -s "
                             "calibrate` makes them anew")  # fmt: skip
-    return tensors
 
 
 def static_absmax(statistics: Mapping[str, Tensor], name: str, scale_C: Tensor | None = None) -> float:
