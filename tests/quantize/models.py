@@ -48,17 +48,13 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
     "llama_biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama_mha": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
     "mistral": (MistralForCausalLM, MistralConfig, {"head_dim": 12}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
-}
-"""Those with Llama's layers."""
-MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    **FAMILIES,
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 12, "sliding_window": 8}),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"head_dim": 16, "sliding_window": 8,
                "layer_types": ["sliding_attention", "full_attention"]}),
