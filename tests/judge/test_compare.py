@@ -99,7 +99,7 @@ def test_copies_are_paired_by_sequence(tmp_path: Path) -> None:
     wrong.write_parquet(tmp_path / "c/artifacts/quantize/copy.parquet")
     edit(tmp_path / "c/artifacts/quantize.metrics.json", lambda m: m.update({"quantize/copy_exact_after": 0.875}))
     verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/copy_exact_after", "higher"), GATE)
-    assert (verdict.n, verdict.unit_of_pairing) == (8, "sequence of copies")
+    assert (verdict.n, verdict.unit_of_pairing) == (8, "copy sequence")
     assert (verdict.baseline_value, verdict.candidate_value) == (1.0, 0.875)
     # Differences -1/4 four times and 0 four times: deviation 0.133631, t(0.975; 7) = 2.364624.
     assert verdict.ci_low == pytest.approx(-0.125 - 2.364624 * 0.133631 / 8**0.5, abs=1e-5)

@@ -107,10 +107,12 @@ def test_sizes_seed_and_growth(tokenizer, tasks):
     assert [tuple(ids.shape) for ids in tasks.groups] == [(8, 512), (2, CONTEXT)]
 
 
-def test_a_short_model_shortens_the_sequences(tokenizer):
+def test_a_short_model_shortens_the_sequences_and_it_is_said(tokenizer, capsys):
     tasks = make_copy_tasks(tokenizer, Copying(sequences=1, context_tokens=2048), 256, 0)
     assert [tuple(ids.shape) for ids in tasks.groups] == [(5, 256)]
     assert list(tasks.tables) == list(KINDS)
+    said = "oneaxis: calibrate.copying.context_tokens=2048: cut to 256, the model's positions\n"
+    assert capsys.readouterr().err == said
 
 
 def test_exact_is_what_greedy_decoding_writes(tokenizer):

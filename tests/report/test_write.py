@@ -126,6 +126,13 @@ def test_a_suite_that_cannot_tell_says_so_in_the_summary(artifacts: Make, tmp_pa
     assert "the suite cannot tell a known-weak model apart here, so this is no proof" in page.text
 
 
+def test_a_context_that_was_cut_is_said(artifacts: Make, tmp_path: Path) -> None:
+    folder = artifacts()
+    pl.DataFrame({"position": [0, 1023]}).write_parquet(folder / "calibrate" / "copy_tokens.parquet")
+    _, page, _ = write(folder, tmp_path)
+    assert "Texts are cut to 1,024 of 2,048 tokens, the model's positions." in page.text
+
+
 def test_every_scheme_is_described(artifacts: Make, tmp_path: Path) -> None:
     for settings, words in (
         (scheme("w8a8_int8_static", alpha="auto", kv="fp8"),

@@ -5,7 +5,7 @@
     calibrate/perplexity                                                  the ratio of the perplexities
     quantize/delta_nll, calibrate/nll,      held-out sequence             difference of the means over tokens
     quantize/kl, quantize/top1_agreement
-    quantize/copy_exact_after               sequence of copies            difference of the share of exact copies
+    quantize/copy_exact_after               copy sequence                 difference of the share of exact copies
     score/<task>/<scorer>                   item                          right or wrong
     train_dpo/{chosen,rejected,margin}_*    held-out pair                 difference of log-probability
     serve/cold_start_s, sweep/<cell>/*,     repetition (alternating runs  difference
@@ -85,7 +85,7 @@ def kind_of(metric: str) -> Kind:
 UNIT_NAMES: dict[Kind, str] = {
     "perplexity": "held-out sequence",
     "nll": "held-out sequence",
-    "copies": "sequence of copies",
+    "copies": "copy sequence",
     "items": "item",
     "pairs": "held-out pair",
     "repetitions": "repetition",

@@ -14,6 +14,7 @@ Dims: S sequences, T tokens, D size of the hidden state, N predicted positions, 
 
 import base64
 import string
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,11 +23,13 @@ import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from oneaxis.config.schema import Copying
 from oneaxis.judge.statistics import paired_share_interval
 from oneaxis.quantize.nll import CONFIDENCE, clustered_mean
+from oneaxis.quantize.text import leading_tokens
 
 KINDS = ("identifiers", "json_keys", "base64", "digits", "retrieval")
 LIST_TOKENS = 512
@@ -77,7 +80,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class CopyTasks:
-    """The suite for one tokenizer: a row per token, and what its sizes came to."""
+    """The suite for one tokenizer."""
 
     tokens: pl.DataFrame
     """kind str, sequence i64, position i64, token_id i64, task i64 (null: not a target). Sequences of one kind are of
@@ -114,10 +117,13 @@ def make_copy_tasks(
     """Draw the suite: `settings.sequences` of each kind.
 
     Args:
-        max_positions: longest sequence that the model can read (None: any); longer ones are cut to it.
+        max_positions: longest sequence that the model can read (None: any); a longer context is cut to it, and said.
     """
+    if max_positions and settings.sequences and settings.context_tokens > max_positions:
+        tqdm.write(f"oneaxis: calibrate.copying.context_tokens={settings.context_tokens}: cut to {max_positions}, the "
+                   "model's positions", file=sys.stderr)  # fmt: skip
     rows: list[pl.DataFrame] = []
-    prefix = _prefix(tokenizer)
+    prefix = leading_tokens(tokenizer)
     for index, kind in enumerate(KINDS):
         asked = settings.context_tokens if kind == "retrieval" else min(LIST_TOKENS, settings.context_tokens)
         length = min(asked, max_positions or asked)
@@ -155,12 +161,6 @@ TOKEN_SCHEMA = {
 }
 Piece = tuple[list[int], int]
 """Token ids, and the task whose target they are (-1: context)."""
-
-
-def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that the tokenizer puts before a text (a BOS token for some)."""
-    plain, full = (list(tokenizer("a", add_special_tokens=special).input_ids) for special in (False, True))
-    return full[: full.index(plain[0])]
 
 
 def _record(kind: str, name: str, rng: np.random.Generator) -> tuple[str, str, str]:

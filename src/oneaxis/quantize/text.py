@@ -76,7 +76,7 @@ def pack(
     Raises:
         UserError: there is too little text: how many tokens there are, and how many are needed.
     """
-    prefix = _prefix(tokenizer)
+    prefix = leading_tokens(tokenizer)
     body = sequence_tokens - len(prefix)
     needed = num_sequences * body
     sources = sorted(documents["source"].unique())
@@ -107,7 +107,7 @@ def pack(
     )
 
 
-def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that the tokenizer puts before a text."""
     plain, full = (list(tokenizer("a", add_special_tokens=special).input_ids) for special in (False, True))
     return full[: full.index(plain[0])]

@@ -143,12 +143,25 @@ def copies(results: Results) -> Table | None:
          text.count(part["gained"]), text.count(part["num_tasks"]), text.count(part["num_sequences"])]
         for title, part in parts.items()
     ]  # fmt: skip
-    suite = (report.get("suite") or {}).get("why", "")
+    said = ["A string is exact when greedy decoding would write all of it.", _context(results),
+            (report.get("suite") or {}).get("why", "")]  # fmt: skip
     return Table(
         ("Strings", "exact before", "after", "change", "95% interval", "lost", "gained", "n", "in sequences"),
         rows, "lrrrrrrrr", caption="Exact copies",
-        note=f"A string is exact when greedy decoding would write all of it. {suite}".strip(),
+        note=" ".join(filter(None, said)),
     )  # fmt: skip
+
+
+def _context(results: Results) -> str:
+    """From how long a text facts are retrieved, where it is not what was asked for."""
+    tokens = results.table("calibrate", "copy_tokens.parquet")
+    asked = results.section("calibrate").get("copying", {}).get("context_tokens")
+    if tokens is None or asked is None:
+        return ""
+    length = int(tokens["position"].max()) + 1  # type: ignore[arg-type]
+    if length >= asked:
+        return ""
+    return f"Texts are cut to {text.count(length)} of {text.count(asked)} tokens, the model's positions."
 
 
 def copies_finding(results: Results) -> str | None:
