@@ -25,6 +25,9 @@ NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml
 TIMED = ["experiment.repetitions=1", "load.rates_rps=[4.0]"]
 SMALLER = {
     "smoothquant_alpha": ["quantize.smooth.alpha=0.5,0.8"],
+    # The schemes that no other experiment runs.
+    "quantize_schemes": ["experiment.values=[none,w8a8_fp8]"],
+    "alpha_auto": ["quantize.smooth.alpha=0.5,auto"],
     "preference_training": ["experiment.values=[none,dpo_tiny]"],
     "int8_dynamic": TIMED,
     "prefix_caching": TIMED,

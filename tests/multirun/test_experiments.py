@@ -74,7 +74,7 @@ def test_the_list_names_question_axis_values_targets_and_cost(root: Path, capsys
         ("experiment: {name: other, question: q, axis: seed, values: [0, 1]}", "allowed: broken"),
         ("experiment: {name: broken, question: q, axis: seed, values: [0]}", "nothing to compare"),
         ("experiment: {name: broken, question: q, axi: seed}", "experiment.axi"),
-        ("defaults:\n  - override /quantize: w3\nexperiment: {name: broken}", "allowed: none, w8a8_int8_dynamic"),
+        ("defaults:\n  - override /quantize: w3\nexperiment: {name: broken}", "allowed: none, w4a16, w8a8_fp8, "),
     ],
 )
 def test_a_broken_file_is_one_line_and_the_others_are_listed(
