@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from oneaxis.checkpoint.load import load_for_measuring
 from oneaxis.errors import UserError
 from oneaxis.quantize.apply import quantize
+from oneaxis.quantize.gptq import Moments, gptq
 from oneaxis.quantize.int8 import Int8Linear
+from oneaxis.quantize.linears import round_weight, weight_grid
 from tests.quantize.checkpoints import SITES, calibrated, int8, scheme, sizes_of
 from tests.quantize.models import tiny
 from tests.serve.tiny import random_llama
@@ -168,31 +170,36 @@ def test_gptq_loses_less_of_the_outputs_than_rounding(base: tuple[Path, Path], t
     assert errors["gptq"][1] < errors["rtn"][1]
 
 
-def test_gptq_sees_the_text_through_what_is_quantised_already(base: tuple[Path, Path], tmp_path: Path) -> None:
-    """Oracle: the Hessian of the last layer's first linears, taken from the written first layer; levels follow it.
+def test_gptq_sees_what_is_quantised_already_and_repairs_its_own_layer(base: tuple[Path, Path], tmp_path: Path) -> None:
+    """Oracle: moments from whole models, the policy and the written one; the written levels must be GPTQ's for them.
 
-    Grids are those of rounding; levels of q_proj in layer 1 are GPTQ's for inputs computed by the whole written model.
+    o_proj of layer 0 reads what the rounded q, k and v make, and is to give what it gave without; q_proj of layer 1
+    reads what the whole rounded layer 0 makes, and has nothing before it in its own layer.
     """
-    from oneaxis.quantize.gptq import Moments, gptq
-    from oneaxis.quantize.linears import weight_grid
-
     settings = scheme("w4a16", sites=[], rounding="gptq", num_sequences=32)
     run(base, tmp_path, settings)
     tokens = pl.read_parquet(base[1] / "calibration_tokens.parquet")
     ids = torch.tensor(tokens["token_id"].to_list()).view(32, 64)
-    inputs = {}
-    for name, folder in (("exact", base[0]), ("seen", tmp_path / "checkpoint")):
+    inputs: dict[tuple[str, str], torch.Tensor] = {}
+    names = ("layers.0.self_attn.o_proj", "layers.1.self_attn.q_proj")
+    for which, folder in (("exact", base[0]), ("seen", tmp_path / "checkpoint")):
         model, _ = load_for_measuring(folder, torch.float32)
-        layer = model.model.layers[1]
-        layer.input_layernorm.register_forward_hook(lambda _m, _i, y, name=name: inputs.update({name: y}))
+        for name in names:
+            model.model.get_submodule(name).register_forward_pre_hook(
+                lambda _m, args, key=(which, name): inputs.update({key: args[0]})
+            )
         model(ids)
-    moments = Moments(128)
-    moments.add(inputs["seen"], inputs["exact"])
-    weight = load_file(base[0] / "model.safetensors")["model.layers.1.self_attn.q_proj.weight"].float()
-    grid = weight_grid(weight, settings)
-    levels = gptq(moments.shifted(weight, 0.01), moments.hessian_II, grid, damping=0.01, act_order=True)
-    written = model.model.layers[1].self_attn.q_proj.weight_values()
-    assert (grid.values(levels) == written).float().mean() > 0.99  # All but ties within float32's rounding.
+    policy = load_file(base[0] / "model.safetensors")
+    for name in names:
+        moments = Moments(128)
+        moments.add(inputs["seen", name], inputs["exact", name] if "o_proj" in name else None)
+        weight = policy[f"model.{name}.weight"].float()
+        grid = weight_grid(weight, settings)
+        levels = gptq(moments.shifted(weight, 0.01), moments.hessian_II, grid, damping=0.01, act_order=True)
+        written = model.model.get_submodule(name).weight_values()
+        # All but ties within float32's rounding, and what follows from them.
+        assert (grid.values(levels) == written).float().mean() > 0.98
+        assert (grid.values(round_weight(weight, grid)) == written).float().mean() < 0.9
 
 
 def test_groups_that_do_not_divide_are_refused_before_any_work(tmp_path: Path) -> None:

@@ -164,3 +164,16 @@ def test_a_group_that_does_not_divide_names_what_does() -> None:
         check_groups(widths, scheme("w4a16", group_size=128))
     with pytest.raises(UserError, match=r"allowed: another scheme, or the linear's name in quantize\.ignore"):
         check_groups({"a": 48}, SCHEMES["w4_symmetric"])
+
+
+def test_mse_turns_the_range_of_a_group_whose_largest_weight_is_positive() -> None:
+    """Levels reach -8 but only 7: a group on -7..8 steps of 0.5 needs the scale -0.5."""
+    weight = torch.arange(-7, 9).repeat(2, 2) * 0.5
+    settings = SCHEMES["w4_symmetric"].model_copy(update={"weight_range": "mse"})
+    grid = weight_grid(weight, settings)
+    assert grid.scale_OG.tolist() == [[-0.5], [-0.5]]
+    levels = round_weight(weight, grid)
+    assert grid.values(levels).equal(weight)
+    linear = linear_from(levels, grid, None, settings)
+    assert linear.weight_values().equal(weight)
+    assert grid.round_column(weight[:, 15], 15)[1].tolist() == [4.0, 4.0]

@@ -8,8 +8,10 @@ What is lost is split, on held-out text, into the fold (float32 rounding only), 
 with its input rounded as the scheme says, and the output of the layer. Then the written checkpoint is read back and
 measured (`oneaxis.quantize.quality`).
 
-For GPTQ, calibration text runs through the layers quantised so far, and beside it through the unquantised ones, whose
-outputs the quantised ones are to bring back (`oneaxis.quantize.gptq`).
+For GPTQ, calibration text runs through the layers quantised so far. Each tensor is taken after what comes before it in
+its own layer is quantised, and once more as it would be if the layer were not: the difference is repaired
+(`oneaxis.quantize.gptq`). The drift from earlier layers is not: asking each linear for the output that it would have in
+the unquantised model made SmolLM2-135M worse, since that output no longer fits the residual stream it is added to.
 
 Dims: S sequences, B of them in a batch, T tokens, D hidden size, N tokens of a batch, O outputs, I inputs of a linear.
 """
@@ -328,26 +330,26 @@ def rounded_input(x_BI: Tensor, settings: QuantizeScheme, input_absmax: float) -
 
 
 class CalibrationText:
-    """Hidden states of calibration text before a layer, in the model and in what has been quantised of it."""
+    """Hidden states of calibration text after the layers that have been quantised."""
 
     def __init__(self, start: Hidden):
-        self._exact, self._seen = start, start.clone()
+        self._seen = start
         self._exact_inputs: list[dict[str, Tensor]] = []
 
     def enter(self, model: Layerwise, index: int, layer: nn.Module) -> None:
-        """Run the unquantised text through a layer that is smoothed and not quantised, and keep what its linears read.
+        """Keep what the linears of a layer that is smoothed and not quantised read.
 
-        The tokens of an expert may differ between the two texts, so those are not kept.
+        The tokens of an expert may differ between the two, so those are not kept.
         """
         self._exact_inputs = []
-        for exact in _batches(self._exact):
+        for seen in _batches(self._seen.clone()):
             inputs: dict[str, Tensor] = {}
 
             def keep(name: str, x_BTI: Tensor, inputs: dict[str, Tensor] = inputs) -> None:
                 if not name.startswith("experts."):
                     inputs[name] = x_BTI.clone()
 
-            model.advance(exact, index, layer, keep)
+            model.advance(seen, index, layer, keep)
             self._exact_inputs.append(inputs)
 
     def moments(

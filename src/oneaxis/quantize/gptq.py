@@ -5,10 +5,10 @@ Hessian H = X^T X. Columns are rounded one after another; what a column loses, t
 well as H allows. Then each level in turn is set to its best value with all others held (coordinate descent, as in QuIP
 and CDQuant), which can only lower the same error; a row that rounding to nearest would serve better keeps that.
 
-The input that the rounded model sees (X, after the layers already rounded, activations rounded as the scheme says) is
-not the one that the unrounded model sees (F). Asking for Q X^T near W F^T instead of W X^T repairs what came before:
-completing the square, it is the same problem with the target W* = W (F^T X) (X^T X)^-1. (GPTAQ, Li et al., 2025, has
-the same aim, and approaches it column by column.) `Moments` gathers both matrices.
+The input that a linear gets once what comes before it is rounded (X; activations rounded as the scheme says) is not the
+one that it had (F). Asking for Q X^T near W F^T instead of W X^T repairs what came before: completing the square, it is
+the same problem with the target W* = W (F^T X) (X^T X)^-1. (GPTAQ, Li et al., 2025, has the same aim, and approaches it
+column by column.) `Moments` gathers both matrices.
 
 Grids (scales, zero points) are given and stay: with `act_order` the columns are taken by falling diagonal of H, while
 each keeps the scale of the group that it stands in ("static groups"). A column that no input reached has no say in H
@@ -51,7 +51,7 @@ class Moments:
         self.hessian_II = torch.zeros(self.size, self.size)
 
     def add(self, x_NI: Tensor, exact_NI: Tensor | None = None) -> None:
-        """Take in inputs as the rounded model sees them, and the same tokens' as the unrounded one does."""
+        """Take in inputs as they are after rounding, and those of the same tokens without it."""
         x_NI = x_NI.detach().float().flatten(0, -2)
         self.hessian_II += x_NI.T @ x_NI
         self.num_tokens += len(x_NI)
@@ -61,7 +61,7 @@ class Moments:
             self.drift_II += (exact_NI.detach().float().flatten(0, -2) - x_NI).T @ x_NI
 
     def shifted(self, weight_OI: Tensor, damping: float) -> Tensor:
-        """W* [O, I]: the weights that bring the unrounded model's outputs out of the rounded model's inputs.
+        """W* [O, I]: the weights that bring the outputs without rounding out of the inputs after it.
 
         W + W (F - X)^T X (X^T X)^-1, damped as the Hessian is.
         """
