@@ -1,5 +1,6 @@
 """A stand-in for `quantize`: every linear of a checkpoint rounded to nearest on its scheme's grid, nothing smoothed."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,18 @@ from oneaxis.quantize.linears import linear_from, round_weight, weight_grid
 
 
 def write_quantised(
-    policy: Path, out: Path, settings: Any, *, input_absmax: float = 8.0, kv_absmax: tuple[float, float] = (6.0, 3.0)
+    policy: Path,
+    out: Path,
+    settings: Any,
+    *,
+    input_absmax: float = 8.0,
+    kv_absmax: tuple[float, float] = (6.0, 3.0),
+    halved: bool = False,
 ) -> Path:
-    """Write `out`; static scales cover `input_absmax`, the scales of layer n's KV cache (n + 1) times `kv_absmax`."""
+    """Write `out`; static scales cover `input_absmax`, the scales of layer n's KV cache (n + 1) times `kv_absmax`.
+
+    `halved`: INT8 levels go to 63 only, which x86 without VNNI multiplies without saturating.
+    """
     family, tensors = decoder(AutoConfig.from_pretrained(policy)), read_tensors(policy)
     linears = {family.stored_name(layer, name) for layer in range(family.num_layers) for name in family.linears(layer)}
     ignored = set() if settings.kind == "none" else ignored_linears(family, settings.ignore)
@@ -28,6 +38,7 @@ def write_quantised(
             writer.add(name, tensor)
             continue
         grid = weight_grid(tensor, settings)
+        grid = replace(grid, scale_OG=grid.scale_OG * 127 / 63) if halved else grid
         linear = linear_from(round_weight(tensor, grid), grid, None, settings, input_absmax)
         for part, stored in linear.stored().items():
             writer.add(f"{module}.{part}", stored)

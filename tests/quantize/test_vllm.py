@@ -1,54 +1,79 @@
-"""The real engine on INT8 checkpoints: it loads them unchanged and computes what `load_for_measuring` computes."""
+"""The real engine on checkpoints of every scheme: it loads them and computes what `load_for_measuring` computes."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from oneaxis.checkpoint.load import load_for_measuring
-from oneaxis.quantize.apply import quantize
+from oneaxis.config.schema import QuantizeNone
+from oneaxis.errors import UserError
 from oneaxis.serve.engine import running_engine
-from tests.quantize.checkpoints import calibrated, int8
-from tests.serve.tiny import serve
+from oneaxis.serve.preflight import VNNI, WIDE, cpu_flags
+from tests.checkpoint.quantised import log_probabilities, write_quantised
+from tests.quantize.checkpoints import scheme
+from tests.serve.tiny import random_llama, serve
 
-PROMPTS = 3
-TOKENS = 48
+SCHEMES = {
+    "int8_dynamic": scheme("w8a8_int8_dynamic"),
+    "int8_static": scheme("w8a8_int8_static"),
+    "fp8": scheme("w8a8_fp8"),
+    "w4": scheme("w4a16", kv="fp8"),
+    "w4_asymmetric": scheme("w4a16", symmetric=False, group_size=64),
+    "kv_alone": QuantizeNone(kind="none", kv="fp8"),
+}
+NEED_AVX512 = ("w4", "w4_asymmetric", "kv_alone")
+PROMPTS, TOKENS = 3, 48
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_engine_agrees_with_the_read_back_model(tmp_path: Path, kind: str) -> None:
-    """Oracle: vLLM's `prompt_logprobs`, both sides in float32, so that only the order of sums differs.
+def test_engine_computes_what_is_measured(tmp_path: Path) -> None:
+    """Oracle: vLLM's prompt log-probabilities, both sides in float32, so that only the order of sums differs.
 
-    Seen: 4e-6 at most. An activation that falls on the other side of a rounding tie would move one INT8 level and a
-    log-probability by a few thousandths; a wrong scale, clip or fold moves them by tenths, as quantising itself does.
+    Seen: 7e-6 at most. An activation on the other side of a rounding tie would move one level and a log-probability by
+    a few thousandths; a wrong scale, clip or zero point moves them by tenths, as quantising itself does. What a CPU
+    without AVX-512 does not run is refused by name, and there a cache that stays unquantised shows that it is given
+    the scales; without VNNI, INT8 levels that cannot saturate stand for the others.
     """
-    policy, out, _ = calibrated(tmp_path)
-    quantize(policy, out, int8(kind, alpha=0.6), tmp_path)
-    checkpoint = tmp_path / "checkpoint"
+    policy, wide = random_llama(tmp_path / "policy"), not cpu_flags() or bool(cpu_flags() & WIDE)
+    halved = bool(cpu_flags()) and not cpu_flags() & VNNI
+    folders = {
+        name: write_quantised(policy, tmp_path / name, settings, halved=halved and "int8" in name)
+        for name, settings in SCHEMES.items()
+    }
+    if not wide:
+        for name in NEED_AVX512:
+            with pytest.raises(UserError, match="AVX-512"):
+                with running_engine(folders[name], serve(threads=1), log_path=tmp_path / "engine.log"):
+                    pass
+    run = [name for name in SCHEMES if wide or name not in ("w4", "w4_asymmetric")]
     ids = torch.randint(2, 250, (PROMPTS, TOKENS), generator=torch.Generator().manual_seed(7))
-    expected, plain = (
-        load_for_measuring(folder, torch.float32)[0](ids)
-        .logits[:, :-1]
-        .log_softmax(-1)
-        .gather(2, ids[:, 1:, None])[..., 0]
-        for folder in (checkpoint, policy)
-    )
-    with running_engine(checkpoint, serve(dtype="float32", threads=1), log_path=tmp_path / "engine.log") as engine:
-        body = {
-            "model": engine.model_name,
-            "prompt": ids.tolist(),
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": 0,
-        }
-        choices = engine.post("/v1/completions", body)["choices"]
-        pid = engine.process.pid
-    found = torch.tensor([
-        [next(iter(entry.values()))["logprob"] for entry in choice["prompt_logprobs"][1:]] for choice in choices
-    ])  # fmt: skip
-    difference = (found - expected).abs()
-    assert difference.mean() < 0.0002
-    assert difference.max() < 0.01
-    assert (found - plain).abs().mean() > 0.1
-    assert not Path(f"/proc/{pid}").exists()
+    request, answer = tmp_path / "request.json", tmp_path / "answer.json"
+    asked = {
+        "ids": ids.tolist(),
+        "checkpoints": {name: str(folders[name]) for name in run},
+        "kv_cache_dtype": {} if wide else {"kv_alone": "bfloat16"},
+    }
+    request.write_text(json.dumps(asked), encoding="utf-8")
+    command = [sys.executable, "-m", "tests.quantize.engine_scores", str(request), str(answer)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = json.loads(answer.read_text(encoding="utf-8"))
+
+    plain = log_probabilities(load_for_measuring(policy, torch.float32)[0], ids)
+    for name in run:
+        if SCHEMES[name].kv == "fp8":
+            # As `write_quantised` has them: 6 and 3 times the layer's number, at level 448.
+            assert answers[name]["k_scales"] == pytest.approx([6 / 448, 12 / 448])
+            assert answers[name]["v_scales"] == pytest.approx([3 / 448, 6 / 448])
+        if name in asked["kv_cache_dtype"]:
+            continue
+        expected = log_probabilities(load_for_measuring(folders[name], torch.float32)[0], ids)
+        found = torch.tensor(answers[name]["logprobs"])
+        difference = (found - expected).abs()
+        assert difference.mean() < 0.0005, name
+        assert difference.max() < 0.02, name
+        assert (found - plain).abs().mean() > 0.05, name

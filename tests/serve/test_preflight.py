@@ -11,6 +11,7 @@ import pytest
 from oneaxis.config.schema import QuantizeNone
 from oneaxis.errors import UserError
 from oneaxis.serve.preflight import (
+    cautions,
     check_checkpoint,
     check_kv_cache,
     check_length,
@@ -179,6 +180,15 @@ def test_an_fp8_cache_that_a_cpu_cannot_run_is_refused(tmp_path: Path) -> None:
         check(unknown)
 
 
+def test_int4_without_avx512_is_refused(tmp_path: Path) -> None:
+    """Seen: the engine starts, answers /health, and has no `cpu_gemm_wna16` when the first request comes."""
+    checkpoint = write_quantised(random_llama(tmp_path / "policy"), tmp_path / "quantised", scheme("w4a16"))
+    with pytest.raises(
+        UserError, match=r"asks for W4A16 INT4: only CPUs with AVX-512 or AMX run it.*allowed here: W8A8"
+    ):
+        check(checkpoint, frozenset({"avx2"}))
+
+
 def test_int4_widths_that_the_kernel_does_not_take_are_refused(tmp_path: Path) -> None:
     """What counts is the layer that the engine fuses: 32 + 16 + 16 rows of q, k and v are 64."""
     model = tiny("llama")
@@ -210,3 +220,15 @@ def test_quantised_experts_want_amx(tmp_path: Path) -> None:
         check(quantised)
     high = scheme("w8a8_int8_dynamic", ignore=("re:.*experts",))
     check(write_quantised(tmp_path / "policy", tmp_path / "high", high))
+
+
+def test_int8_without_vnni_is_a_caution(tmp_path: Path) -> None:
+    static = write_quantised(random_llama(tmp_path / "policy"), tmp_path / "int8", scheme("w8a8_int8_static"))
+    fp8 = write_quantised(tmp_path / "policy", tmp_path / "fp8", scheme("w8a8_fp8"))
+    int8_config, fp8_config = (json.loads((folder / "config.json").read_text()) for folder in (static, fp8))
+    [said] = cautions(int8_config, cpu_flags=frozenset({"avx2"}))
+    assert "no VNNI" in said
+    for flags in ({"avx2", "avx_vnni"}, {"avx512_vnni"}, set()):
+        assert cautions(int8_config, cpu_flags=frozenset(flags)) == []
+    assert cautions(fp8_config, cpu_flags=frozenset({"avx2"})) == []
+    assert cautions({}, cpu_flags=frozenset({"avx2"})) == []

@@ -5,8 +5,8 @@ A value is stored as `to_fp8(x / scale)` and read as `level * scale`. Scales sta
 function of our own, after rotary embedding, where an engine's cache stands.
 
 On a GPU vLLM rounds to nearest. Its CPU kernel (0.32, `float_to_fp8e4m3_scalar`; read in the compiled library too) cuts
-the bits that do not fit, so values shrink, by 4% on average and 11% at most. Measured is what the installed engine does,
-or rounding to nearest where none is installed.
+the bits that do not fit, so values shrink, by 4% on average and 11% at most. What is measured is what the installed
+engine does, or rounding to nearest where none is installed.
 
 Dims: B sequences, K key/value heads, T tokens, H size of a head.
 """

@@ -41,6 +41,7 @@ from oneaxis.serve.log import MARKS, core_ended, last_lines, refused_arguments, 
 from oneaxis.serve.metrics import parse_metrics
 from oneaxis.serve.preflight import (
     available_bytes,
+    cautions,
     check_checkpoint,
     check_kv_cache,
     check_length,
@@ -202,6 +203,8 @@ def running_engine(
     if device == "cpu":
         check_threads(settings, cores=len(os.sched_getaffinity(0)))
         check_quantization(checkpoint, config, settings, cpu_flags=cpu_flags())
+        for caution in cautions(config, cpu_flags=cpu_flags()):
+            print(f"oneaxis: {checkpoint}: {caution}", file=sys.stderr)
         if single_process(settings, device):
             check_kv_cache(config, settings)
         check_memory(weights_bytes(checkpoint), settings, available=available_bytes())

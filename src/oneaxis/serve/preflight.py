@@ -124,8 +124,9 @@ def check_quantization(
     """Whether vLLM's CPU engine computes what the checkpoint's quantisation and the KV cache's dtype say.
 
     Read in vLLM 0.32 and seen on a CPU without AMX: packed INT4 weights run with unquantised activations whatever is
-    asked of those; static FP8, and weight-only INT8 or FP8, have no kernel; INT4 wants widths that are multiples of 32;
-    quantised experts want AMX; an FP8 cache wants AVX-512 and heads that are multiples of 32.
+    asked of those; static FP8, and weight-only INT8 or FP8, have no kernel; INT4 wants AVX-512 (without it the engine
+    starts, and dies at the first request) and widths that are multiples of 32; quantised experts want AMX; an FP8 cache
+    wants AVX-512 and heads that are multiples of 32.
 
     Args:
         config: the checkpoint's config.json. cpu_flags: what the CPU can do, as Linux names it.
@@ -144,6 +145,9 @@ def check_quantization(
                 raise UserError(f"{where}: quantization_config asks for {kind}: {reason}; allowed on a CPU: W8A8 INT8 "
                                 "dynamic or static, W4A16, W8A8 FP8 dynamic")  # fmt: skip
             packed = (group.get("weights") or {}).get("num_bits") == 4
+            if packed and cpu_flags and not cpu_flags & WIDE:
+                raise UserError(f"{where}: quantization_config asks for {kind}: only CPUs with AVX-512 or AMX run it, "
+                                "and this one has neither; allowed here: W8A8 INT8, W8A8 FP8 dynamic")  # fmt: skip
             _check_linears(checkpoint, packed=packed, cpu_flags=cpu_flags)
     scheme = quantization.get("kv_cache_scheme")
     if scheme and (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
@@ -156,7 +160,7 @@ def check_quantization(
         if head_dim and head_dim % 32:
             raise UserError(f"{asks}: FP8 keys and values of heads of {head_dim} are not run on a CPU; allowed: a head "
                             "size that is a multiple of 32, or a cache that is not FP8")  # fmt: skip
-        if cpu_flags and not cpu_flags & {"avx512f", "amx_tile"}:
+        if cpu_flags and not cpu_flags & WIDE:
             raise UserError(f"{asks}: an FP8 cache is only run by CPUs with AVX-512 or AMX, and this one has neither; "
                             "allowed: a cache that is not FP8")  # fmt: skip
 
@@ -175,6 +179,25 @@ def _not_run(group: Mapping[str, Any]) -> tuple[str, str]:
     if floating and bits != 8:
         return kind, "it has no kernel for them"
     return kind, ""
+
+
+WIDE = frozenset({"avx512f", "amx_tile"})
+VNNI = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
+
+
+def cautions(config: Mapping[str, Any], *, cpu_flags: frozenset[str]) -> list[str]:
+    """What this CPU computes otherwise than the checkpoint says, though the engine runs it: for the reader to know.
+
+    x86 without VNNI adds pairs of INT8 products in 16 bits, which saturate once a weight's level is beyond 64 (oneDNN,
+    "Nuances of int8 computations"). Seen on such a CPU: sums off by a fifth of the largest, and log-probabilities by
+    0.9 nats where quantising itself moves them by 0.25. Timings are not touched.
+    """
+    groups = ((config.get("quantization_config") or {}).get("config_groups") or {}).values()
+    int8 = any((group.get("input_activations") or {}).get("type") == "int" for group in groups)
+    if not int8 or not cpu_flags or cpu_flags & VNNI:
+        return []
+    return ["this CPU has no VNNI, so vLLM's INT8 products saturate: the engine's answers and scores are wrong, its "
+            "timings are right; quality that oneaxis measures itself is right"]  # fmt: skip
 
 
 _FUSED_PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

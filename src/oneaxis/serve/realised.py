@@ -17,7 +17,7 @@ from oneaxis.serve.command import Device, kv_cache_bytes, num_threads
 from oneaxis.serve.engine import Engine
 from oneaxis.serve.log import kernels
 from oneaxis.serve.metrics import info_labels
-from oneaxis.serve.preflight import kv_bytes_per_token
+from oneaxis.serve.preflight import cautions, cpu_flags, kv_bytes_per_token
 
 DTYPE_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0}
 
@@ -37,15 +37,16 @@ def realised_config(engine: Engine, checkpoint: Path) -> dict[str, Any]:
     """Ask a running engine what it runs.
 
     Returns:
-        `{asked, resolved, checkpoint, differences: [{key, asked, resolved, reason}], unverified}`: the same for the
-        same settings, checkpoint and machine. `unverified` names what was asked and the engine does not tell.
+        `{asked, resolved, checkpoint, differences: [{key, asked, resolved, reason}], unverified, cautions}`: the same
+        for the same settings, checkpoint and machine. `unverified` names what was asked and the engine does not tell,
+        `cautions` what this machine computes otherwise than the checkpoint says.
 
     Raises:
         RunError: when the engine does not answer.
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     generation, recipe = checkpoint / "generation_config.json", checkpoint / "recipe.json"
-    return compare(
+    realised = compare(
         engine.settings,
         server_info=engine.server_info(),
         cache_labels=info_labels(engine.get("/metrics"), "vllm:cache_config_info"),
@@ -55,6 +56,8 @@ def realised_config(engine: Engine, checkpoint: Path) -> dict[str, Any]:
         kernels=kernels(engine.log_lines()),
         device=engine.device,
     )
+    realised["cautions"] = cautions(config, cpu_flags=cpu_flags()) if engine.device == "cpu" else []
+    return realised
 
 
 def compare(
