@@ -20,6 +20,7 @@ from oneaxis.quantize.nll import heldout_nll
 from oneaxis.quantize.statistics import read_statistics
 from oneaxis.quantize.text import sequences_from_frame
 from tests.quantize.checkpoints import calibrated, int8, sizes_of, write_text
+from tests.quantize.models import tiny
 from tests.serve.tiny import random_llama
 
 FILES = {
@@ -121,6 +122,28 @@ def test_the_weak_baseline_is_static_int8_without_smoothing(made: Calibrated) ->
     assert metrics["calibrate/copy_exact"] == base["exact"].mean()
     assert metrics["calibrate/copy_exact_weak"] == scores["exact"].mean()
     assert metrics["calibrate/copy_tasks"] == base.height > 0
+
+
+def test_says_that_the_suite_cannot_tell_and_which_experts_no_token_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A random Mixtral copies nothing. Its router gives a, -a, 0 and 0: of two experts one is always above the rest."""
+    policy = random_llama(tmp_path / "policy")
+    vocab_size = json.loads((policy / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    model = tiny("mixtral", vocab_size=vocab_size, num_experts_per_tok=1)
+    for layer in model.model.layers:
+        layer.mlp.gate.weight[1] = -layer.mlp.gate.weight[0]
+        layer.mlp.gate.weight[2:] = 0
+    model.save_pretrained(policy)
+    out = tmp_path / "calibrate"
+    out.mkdir()
+    texts = write_text(tmp_path / "calibration.parquet", 20, 1), write_text(tmp_path / "heldout.parquet", 10, 2)
+    calibrate(policy, *texts, sizes_of(), out)
+    said = capsys.readouterr().err
+    assert json.loads((out / "copying.json").read_text(encoding="utf-8"))["why"] in said
+    assert "no token reached 4 of 14 tensors (layers.0.experts.2.down)" in said
+    unseen = [f"layers.{layer}.experts.{expert}.down" for layer in (0, 1) for expert in (2, 3)]
+    assert json.loads((out / "stats.json").read_text(encoding="utf-8"))["unseen"] == unseen
 
 
 def test_is_byte_identical_when_run_again(made: Calibrated, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def calibrate(policy: Path, calibration: Path, heldout: Path, settings: Calibrat
     try:
         decoder(config)
     except UserError as error:
-        tqdm.write(f"oneaxis: calibrate: perplexity only; {error}", file=sys.stderr)
+        _say(f"perplexity only; {error}")
         nll = whole_model_nll(load_for_measuring(policy, torch.float32)[0], unseen)
         nll.write_parquet(out / "heldout_nll.parquet")
         return _named(_nll_metrics(nll))
@@ -107,6 +107,9 @@ def calibrate(policy: Path, calibration: Path, heldout: Path, settings: Calibrat
 
     model = Layerwise.open(policy)
     gathered = stats.gather(model, text.token_ids_ST, settings.batch_size, settings.sample_tokens)
+    if gathered.unseen:
+        _say(f"no token reached {len(gathered.unseen)} of {len(gathered.rows)} tensors ({gathered.unseen[0]}): these "
+             "experts are rounded unsmoothed; more or other text (calibrate.num_sequences) reaches them")  # fmt: skip
     coverages, nll = _measure_heldout(model, unseen, gathered.tensors, settings.batch_size, out)
     copying = _measure_copying(model, gathered.tensors, settings, longest, out)
 
@@ -128,6 +131,10 @@ def calibrate(policy: Path, calibration: Path, heldout: Path, settings: Calibrat
         "tokens": text.token_ids_ST.numel(),
     }
     return _named(metrics | copying)
+
+
+def _say(line: str) -> None:
+    tqdm.write(f"oneaxis: calibrate: {line}", file=sys.stderr)
 
 
 def _named(metrics: dict[str, Any]) -> dict[str, float]:
@@ -242,6 +249,8 @@ def _measure_copying(
     weak.statistics = statistics
     base_scores, weak_scores = score_copies(model, tasks), score_copies(weak, tasks)
     told = discriminates(base_scores, weak_scores)
+    if not told["discriminates"]:
+        _say(told["why"])
     tasks.tokens.write_parquet(out / "copy_tokens.parquet")
     base_scores.write_parquet(out / "copy.parquet")
     weak_scores.write_parquet(out / "copy_weak.parquet")
