@@ -37,6 +37,7 @@ SCHEMAS: dict[str, Mapping[str, Any]] = {
         "question": pl.String,
         "options": pl.List(pl.String),
         "answer": pl.Int64,
+        "answers": pl.List(pl.Int64),
         "topic": pl.String,
     },
     "prompts": {"prompt_id": pl.String, "topic": pl.String, "source": pl.String, "text": pl.String},

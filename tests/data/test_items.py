@@ -26,6 +26,18 @@ def test_the_right_option_by_index_letter_digit_or_text(answer: dict[str, Any]) 
     assert row["item_id"].startswith("mine-")
 
 
+@pytest.mark.parametrize(
+    ("answer", "indices"),
+    [({"answer": 1}, [1]), ({"answer": [2, 0]}, [0, 2]), ({"gold": ["C", "A"]}, [0, 2]), ({"answers": ["four"]}, [1]),
+     ({"answers": ["five", 1]}, [1, 2])],
+)  # fmt: skip
+def test_several_right_options_are_all_kept_and_the_first_is_the_answer(
+    answer: dict[str, Any], indices: list[int]
+) -> None:
+    row = parse(**QUESTION, **answer)
+    assert (row["answer"], row["answers"]) == (indices[0], indices)
+
+
 def test_labels_of_arc_are_labels_and_not_indices() -> None:
     """ARC numbers some questions from "1": the key "1" is then the first option."""
     choices = {"text": ["a", "b", "c", "d"], "label": ["1", "2", "3", "4"]}
@@ -52,7 +64,9 @@ def test_with_several_tasks_an_item_names_its_own() -> None:
         parse_item(Record("f.jsonl:3", values), tasks=tasks)
 
 
-@pytest.mark.parametrize("answer", [{}, {"answer": ""}, {"answer": None}, {"gold": -1}, {"label": "-1"}])
+@pytest.mark.parametrize(
+    "answer", [{}, {"answer": ""}, {"answer": None}, {"gold": -1}, {"label": "-1"}, {"answers": []}]
+)
 def test_an_item_without_a_label_is_dropped(answer: dict[str, Any]) -> None:
     with pytest.raises(Drop, match="no label"):
         parse(**QUESTION, **answer)
@@ -69,6 +83,11 @@ def test_a_useless_item_is_dropped_with_its_reason(values: dict[str, Any], reaso
         parse(**values, answer=0)
 
 
+def test_an_item_without_a_wrong_option_is_dropped() -> None:
+    with pytest.raises(Drop, match="every option is right"):
+        parse(**QUESTION, answers=[0, 1, 2])
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
@@ -82,6 +101,10 @@ def test_a_useless_item_is_dropped_with_its_reason(values: dict[str, Any], reaso
         ({"question": "q", "choices": {"text": ["a", "b"], "label": ["A"]}, "answer": 0}, "2 texts and 1 labels"),
         ({"question": "q", "choices": ["a", "b"], "answer": 2}, "answer is 2; allowed: 0 to 1"),
         ({"question": "q", "choices": ["a", "b"], "answer": -2}, "answer is -2; allowed: 0 to 1"),
+        ({"question": "q", "choices": ["a", "b"], "answers": [0, 2]}, "answers is 2; allowed: 0 to 1"),
+        ({"question": "q", "choices": ["a", "b"], "gold": ["a", "c"]}, "'c', which names no option"),
+        ({"question": "q", "choices": ["a", "b"], "answers": ["a", 0]}, "names an option twice; allowed: options that"),
+        ({"question": "q", "choices": ["a", "b"], "answer": [[0]]}, r"answer is \[0\]; allowed: an index from 0"),
         ({"question": "q", "choices": ["a", "b"], "answer": True}, "answer is True"),
         ({"question": "q", "choices": ["a", "b"], "answer": 0.0}, "answer is 0.0"),
         ({"question": "q", "choices": ["a", "b"], "answer": "C"}, "'C', which names no option"),

