@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from oneaxis.errors import UserError
-from oneaxis.score.boundary import common_prefix, encode_contexts, text_encoder
+from oneaxis.score.boundary import chat_renderer, common_prefix, encode_contexts, start_token, text_encoder
 from oneaxis.score.contexts import Context, Item
 
 
@@ -75,6 +75,61 @@ def test_a_long_prompt_is_cut_from_the_left_behind_bos_equally_for_all_options()
     tokens, start, backed_off, truncated = encoded(tokenizer, context("WXYZ:", "a", "b"), max_tokens=6)
     assert tokens == [["<s>", "Y", "Z", ":", "Ġa"], ["<s>", "Y", "Z", ":", "Ġ", "b"]]
     assert (start, backed_off, truncated) == (4, 0, 2)
+
+
+def test_what_is_not_cut_says_by_how_much_it_is_too_long() -> None:
+    encode, leading = text_encoder(hand_made(("Ġ", "a")))
+    (whole,) = encode_contexts([context("WXYZ:", "a", "b")], encode, leading, 5, cut=False)
+    assert ([len(ids) for ids in whole.ids], whole.start, whole.truncated) == ([6, 7], 5, 2)
+
+
+def test_without_a_prompt_the_first_token_is_scored_after_bos_or_else_eos() -> None:
+    one = Context(Item("i7", "t", "?", ("ab", "c"), 0), "bos", 0, "", (0, 1), ("ab", "c"))
+    for template in (None, "<s> $A </s>"):
+        tokenizer = hand_made(("Ġ", "a"), template=template)
+        encode, leading = text_encoder(tokenizer)
+        (result,) = encode_contexts([one], encode, leading, 100, start=7)
+        assert [ids[0] for ids in result.ids] == [7, 7]
+        assert [tokenizer.convert_ids_to_tokens(list(ids[1:])) for ids in result.ids] == [["Ġa", "b"], ["Ġ", "c"]]
+        assert (result.start, result.backed_off) == (1, 0)
+        with pytest.raises(UserError, match=r"score\.controls.*neither BOS nor EOS.*allowed: 0"):
+            encode_contexts([one], encode, leading, 100)
+    tokenizer = hand_made(template="<s> $A </s>")
+    assert start_token(tokenizer) is None
+    tokenizer.eos_token = "</s>"
+    assert start_token(tokenizer) == tokenizer.convert_tokens_to_ids("</s>")
+    tokenizer.bos_token = "<s>"
+    assert start_token(tokenizer) == tokenizer.convert_tokens_to_ids("<s>")
+
+
+def test_bos_stands_once_where_the_chat_template_brings_its_own() -> None:
+    tokenizer = hand_made(("Ġ", "a"), template="<s> $A")
+    tokenizer.chat_template = "<s>{% for turn in messages %}[{{ turn.content }}]{% endfor %}{{ '>' }}"
+    assert chat_renderer(tokenizer)("Q") == "<s>[Q]>"
+    tokens, start, _, truncated = encoded(tokenizer, context("<s>[Q]>", "a", "b"))
+    assert tokens == [["<s>", "[", "Q", "]", ">", "Ġa"], ["<s>", "[", "Q", "]", ">", "Ġ", "b"]]
+    # Cut to 6, BOS stays and "[" goes.
+    tokens, start, _, truncated = encoded(tokenizer, context("<s>[Q]>", "a", "b"), max_tokens=6)
+    assert tokens == [["<s>", "Q", "]", ">", "Ġa"], ["<s>", "Q", "]", ">", "Ġ", "b"]]
+    assert (start, truncated) == (4, 1)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
+    with pytest.raises(UserError, match=r"score\.chat_template=true: the tokenizer has no chat template.*false"):
+        chat_renderer(hand_made())
+
+
+def test_options_that_share_a_prefix_or_are_one_anothers_are_scored_from_the_same_token() -> None:
+    tokens, start, _, _ = encoded(hand_made(("Ġ", "a")), context("Q:", "ab", "abc", "a", "é"))
+    assert tokens == [["Q", ":", "Ġa", "b"], ["Q", ":", "Ġa", "b", "c"], ["Q", ":", "Ġa"], ["Q", ":", "Ġ", "Ã", "©"]]
+    assert start == 2
+
+
+def test_an_option_that_the_tokenizer_drops_is_refused() -> None:
+    """An empty continuation is nothing to score: two prompts would be compared."""
+    silent = Context(Item("i7", "t", "?", ("", "a"), 0), "question", 0, "Q:", (0, 1), ("", "a"), delimiter="")
+    with pytest.raises(UserError, match=r"item i7, question context: option '' adds no token of its own; allowed"):
+        encoded(hand_made(), silent)
 
 
 def test_an_option_that_leaves_no_room_for_a_prompt_is_refused() -> None:

@@ -11,6 +11,7 @@ from oneaxis.config import Config
 from oneaxis.config.schema import Score
 from oneaxis.load.plan import rate_label
 from oneaxis.load.summary import CELL_METRICS
+from oneaxis.score.contexts import premises_of
 from oneaxis.score.metrics import CLOZE, LETTER
 
 TABLES = ("calibration", "heldout", "pairs", "items", "prompts", "probes")
@@ -75,17 +76,19 @@ def _names(config: Config, stage: str) -> set[str]:
             return {"valid", "requests", "failed", "prefix_hit_rate"} | cells | {f"{s}/capacity_tok_s" for s in shapes}
         case "score":
             tasks = config.data.items.tasks
-            return {f"{task}/{name}" for task in tasks for name in score_names(config.score)} | {
+            return {f"{task}/{name}" for task in tasks for name in score_names(config.score, task)} | {
                 "items_dropped", "boundary_backed_off", "truncated", "batch_difference_nats"}  # fmt: skip
         case _:
             return {"valid", "reasons", "warnings", "stages_missing"}
 
 
-def score_names(settings: Score) -> set[str]:
+def score_names(settings: Score, task: str) -> set[str]:
     """The metrics of one task in stage `score`."""
     scorers, others = set(CLOZE), {"n"}
     if settings.controls.items_per_task:
-        others |= {"pmi_n", "pmi_dc_spread", "pmi_dc_moved_share"}
+        others.add("pmi_n")
+        if len(premises_of(task, settings.premises)) > 1:
+            others |= {"pmi_dc_spread", "pmi_dc_moved_share"}
     else:
         scorers.remove("pmi")
     if settings.letter.items_per_task:
