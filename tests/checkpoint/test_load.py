@@ -209,7 +209,7 @@ def rounds_keys_and_values(attention: torch.nn.Module, k_scale: float, v_scale: 
     attention.forward = call
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2", "gemma3", "phi3"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2", "gemma2", "gemma3", "phi3"])
 def test_families_are_read_under_their_stored_names(tmp_path: Path, family: str) -> None:
     """Experts one by one, fused projections, biases. Oracle: the model in memory, its weights and inputs rounded."""
     model = tiny(family)

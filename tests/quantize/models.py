@@ -55,7 +55,8 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mistral": (MistralForCausalLM, MistralConfig, {"head_dim": 12}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 12, "sliding_window": 8}),
+    # transformers' default attention leaves out the cap on scores.
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 12, "sliding_window": 8, "attn_implementation": "eager"}),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"head_dim": 16, "sliding_window": 8,
                "layer_types": ["sliding_attention", "full_attention"]}),
     "phi3": (Phi3ForCausalLM, Phi3Config, {}),

@@ -2,7 +2,8 @@
 
 import torch
 
-from oneaxis.quantize.kv import cut_to_fp8, kv_rounding, kv_scale, round_kv
+from oneaxis.quantize.kv import ATTENTION, cut_to_fp8, kv_rounding, kv_scale, round_kv
+from tests.quantize.models import tiny, token_ids
 
 
 def test_scale_and_clipping_by_hand() -> None:
@@ -34,3 +35,13 @@ def test_keys_and_values_have_scales_of_their_own() -> None:
     x = torch.full((1, 1, 1, 1), 34.5)
     assert function("k", x).item() == 36  # 34.5 between 32 and 36: 36
     assert function("v", x).item() == 36  # 17.25 between 16 and 18: 18
+
+
+def test_scores_are_capped_where_the_family_caps_them() -> None:
+    """Oracle: transformers' eager attention, sliding and full layers; its sdpa leaves the cap out."""
+    model, ids = tiny("gemma2", attn_logit_softcapping=5.0), token_ids(2, 20)
+    eager = model(ids).logits
+    model.set_attn_implementation(ATTENTION)
+    torch.testing.assert_close(model(ids).logits, eager, rtol=0, atol=1e-5 * float(eager.abs().max()))
+    model.set_attn_implementation("sdpa")
+    assert (model(ids).logits - eager).abs().max() > 1e-3 * eager.abs().max()

@@ -125,6 +125,7 @@ def _load_plain(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> P
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            **_attention(config, Scheme("none")),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
@@ -133,6 +134,12 @@ def _load_plain(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> P
         raise UserError(f"{folder}: the model does not load: {first_line(error)}") from error
     require_whole(str(folder), misfits(report))
     return model
+
+
+def _attention(config: PretrainedConfig, scheme: Scheme) -> dict[str, str]:
+    """Our own attention where transformers' would leave something out: the rounding of a cache, a cap on scores."""
+    capped = getattr(config, "attn_logit_softcapping", None)
+    return {"attn_implementation": ATTENTION} if scheme.kv == "fp8" or capped else {}
 
 
 def misfits(report: dict[str, Any]) -> list[str]:
@@ -209,7 +216,7 @@ def _load_quantized(
 ) -> PreTrainedModel:
     scheme = read_scheme(quantization, str(folder / "config.json"))
     tensors = read_tensors(folder)
-    attention = {"attn_implementation": ATTENTION} if scheme.kv == "fp8" else {}
+    attention = _attention(config, scheme)
     # Random weights are drawn and overwritten; the caller's random state is not touched by it.
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **attention)

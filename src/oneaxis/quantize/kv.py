@@ -78,10 +78,26 @@ def attention_of(layer: nn.Module) -> nn.Module:
 
 
 def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    """sdpa, with the module's `kv_functions` before it; key and value are [B, K, T, H]."""
+    """sdpa, with the module's `kv_functions` before it; key and value are [B, K, T, H].
+
+    transformers' sdpa leaves out the soft cap on scores that Gemma 2 was trained with, and engines have.
+    """
     for function in getattr(module, "kv_functions", ()):
         key, value = function("k", key), function("v", value)
+    if kwargs.get("softcap"):
+        return _capped(query, key, value, mask, float(kwargs["scaling"]), float(kwargs["softcap"])), None
     return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, cap: float) -> Tensor:
+    """softmax(cap * tanh(q k^T * scaling / cap)) v, [B, T, heads, H]; `mask` is True where a token may look."""
+    groups, length = query.shape[1] // key.shape[1], key.shape[2]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = (query @ key.transpose(2, 3)).float().mul_(scaling / cap).tanh_().mul_(cap)
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool).tril()[-query.shape[2] :]
+    weights = scores.masked_fill_(~mask, -torch.inf).softmax(dim=-1).to(query.dtype)
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(ATTENTION, _attend)
