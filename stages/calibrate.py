@@ -1,10 +1,10 @@
-"""calibrate: activation statistics of the policy, their coverage of held-out text, and its perplexity in float32."""
+"""calibrate: activation statistics of the policy, and what a quantised checkpoint of it is later held against."""
 
 from oneaxis.stage import Stage, run
 
 
 def work(stage: Stage) -> dict[str, float]:
-    """Write the statistics from which `quantize` derives the scales of any alpha, and the held-out NLL "before"."""
+    """Write the statistics from which `quantize` derives any scale, and the NLL, hidden states and copies "before"."""
     stage.take_device("compute")
     from oneaxis.quantize.calibrate import calibrate
 
