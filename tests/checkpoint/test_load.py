@@ -232,6 +232,16 @@ def test_families_are_read_under_their_stored_names(tmp_path: Path, family: str)
     assert (found - before).abs().mean() > 0.01
 
 
+def test_a_plain_gemma_2_has_the_cap_on_its_scores(tmp_path: Path) -> None:
+    """Oracle: transformers' eager attention, which `tiny` asks for."""
+    model = tiny("gemma2", attn_logit_softcapping=5.0)
+    model.save_pretrained(tmp_path / "policy")
+    byte_tokenizer(tmp_path / "policy")
+    ids = torch.randint(1, 96, (2, 12), generator=torch.Generator().manual_seed(7))
+    found, expected = load_for_measuring(tmp_path / "policy", torch.float32)[0](ids).logits, model(ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

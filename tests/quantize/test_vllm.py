@@ -11,10 +11,11 @@ import torch
 from oneaxis.checkpoint.load import load_for_measuring
 from oneaxis.config.schema import QuantizeNone
 from oneaxis.errors import UserError
+from oneaxis.quantize.apply import quantize
 from oneaxis.serve.engine import running_engine
 from oneaxis.serve.preflight import VNNI, WIDE, cpu_flags
 from tests.checkpoint.quantised import log_probabilities, write_quantised
-from tests.quantize.checkpoints import scheme
+from tests.quantize.checkpoints import calibrated, scheme
 from tests.serve.tiny import random_llama, serve
 
 SCHEMES = {
@@ -44,12 +45,17 @@ def test_engine_computes_what_is_measured(tmp_path: Path) -> None:
         name: write_quantised(policy, tmp_path / name, settings, halved=halved and "int8" in name)
         for name, settings in SCHEMES.items()
     }
+    # One as the stage writes it, smoothed and by GPTQ; its policy has the same weights.
+    smoothed = scheme("w8a8_fp8", rounding="gptq", alpha=0.6)
+    made, statistics, _ = calibrated(tmp_path / "calibrated")
+    quantize(made, statistics, smoothed, tmp_path / "calibrated")
+    folders["fp8_smoothed"] = tmp_path / "calibrated" / "checkpoint"
     if not wide:
         for name in NEED_AVX512:
             with pytest.raises(UserError, match="AVX-512"):
                 with running_engine(folders[name], serve(threads=1), log_path=tmp_path / "engine.log"):
                     pass
-    run = [name for name in SCHEMES if wide or name not in ("w4", "w4_asymmetric")]
+    run = [name for name in folders if wide or name not in ("w4", "w4_asymmetric")]
     ids = torch.randint(2, 250, (PROMPTS, TOKENS), generator=torch.Generator().manual_seed(7))
     request, answer = tmp_path / "request.json", tmp_path / "answer.json"
     asked = {
@@ -65,7 +71,7 @@ def test_engine_computes_what_is_measured(tmp_path: Path) -> None:
 
     plain = log_probabilities(load_for_measuring(policy, torch.float32)[0], ids)
     for name in run:
-        if SCHEMES[name].kv == "fp8":
+        if name in SCHEMES and SCHEMES[name].kv == "fp8":
             # As `write_quantised` has them: 6 and 3 times the layer's number, at level 448.
             assert answers[name]["k_scales"] == pytest.approx([6 / 448, 12 / 448])
             assert answers[name]["v_scales"] == pytest.approx([3 / 448, 6 / 448])
