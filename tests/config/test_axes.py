@@ -37,7 +37,7 @@ STATIC, DYNAMIC = "quantize=w8a8_int8_static", "quantize=w8a8_int8_dynamic"
         # The same settings in other words.
         ([DYNAMIC, "quantize.smooth.alpha=0.5"], [STATIC], ["quantize"]),
         ([DYNAMIC], [STATIC, "quantize.smooth.alpha=0.5"], ["quantize"]),
-        ([STATIC], [DYNAMIC, "quantize.kind=w8a8_int8_static", "quantize.smooth.alpha=0.8"], []),
+        ([STATIC], [DYNAMIC, "quantize.kind=w8a8_int8_static", "quantize.smooth.alpha=0.85"], []),
         (["load=paired"], ["load=default"], ["load"]),
         # A profile chooses the model and how to train: it is the axis, and they are not; what departs from it is.
         ([], ["profile=tiny"], ["profile"]),
