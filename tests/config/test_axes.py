@@ -73,7 +73,7 @@ def test_a_group_lists_each_setting_that_it_moves(root: Path) -> None:
         "quantize", "group", "w8a8_int8_static", "none",
         {
             "quantize.kind": ["w8a8_int8_static", "none"],
-            "quantize.smooth.alpha": [0.8, ABSENT],
+            "quantize.smooth.alpha": [0.85, ABSENT],
             **{f"quantize.smooth.site_alpha.{site}": [None, ABSENT] for site in ("qkv", "o", "gate_up", "down")},
             "quantize.smooth.grid": [[0.5, 0.6, 0.7, 0.8, 0.85], ABSENT],
             "quantize.smooth.formula": ["absmax", ABSENT],
