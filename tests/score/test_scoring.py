@@ -1,5 +1,6 @@
 """A whole scoring run on a tiny checkpoint, against the definition of each score computed from the model's logits."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,7 +100,8 @@ def test_metrics_count_what_was_dropped_and_the_summary_shows_prompts_and_dtype(
 ) -> None:
     run, _ = scored(checkpoint, config, ITEMS, tmp_path)
     assert run.metrics["score/items_dropped"] == 1
-    assert run.dropped == {"empty_option": 1, "single_option": 0, "repeated_option": 0, "overlong": 0}
+    assert run.dropped == {"empty_option": 1, "single_option": 0, "repeated_option": 0, "same_tokens": 0,
+                           "overlong": 0}  # fmt: skip
     assert (run.metrics["score/bread/n"], run.metrics["score/cold/n"]) == (2, 1)
     assert "score/cold/acc_stderr" not in run.metrics
     cold = run.summary["tasks"]["cold"]
@@ -266,8 +268,24 @@ def test_an_item_that_is_too_long_is_left_out_and_counted(checkpoint: Path, conf
     assert run.dropped["overlong"] == run.metrics["score/items_dropped"] == 1
     assert run.metrics["score/truncated"] == 0
     assert run.table["item_id"].unique().to_list() == ["q0"]
-    with pytest.raises(UserError, match=r"score\.overlong='drop': none of 1 items fits the model; allowed: cut"):
+    with pytest.raises(
+        UserError, match=r"none of 1 items can be scored: .*'overlong': 1}; allowed: .*score\.overlong='cut'"
+    ):
         scored(checkpoint, config, [item], tmp_path)
+
+
+def test_options_that_the_tokenizer_reads_as_one_are_left_out_and_counted(
+    checkpoint: Path, config: Config, tmp_path: Path
+) -> None:
+    """A tokenizer that lower-cases cannot tell "Polish" from "polish": the first would win, whatever the model."""
+    lower = tmp_path / "lower"
+    shutil.copytree(checkpoint, lower)
+    file = lower / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "normalizer": {"type": "Lowercase"}}))
+    item = Item("case", "bread", "what comes from Poland?", ("polish", "Polish"), 1)
+    run, _ = scored(lower, config, [ITEMS[0], item], tmp_path)
+    assert run.dropped["same_tokens"] == run.metrics["score/items_dropped"] == 1
+    assert run.table["item_id"].unique().to_list() == ["q0"]
 
 
 def test_a_model_that_gives_nan_fails_and_names_the_item(checkpoint: Path, config: Config, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from oneaxis.score.contexts import Context, Item, Wording, all_contexts, usable
 from oneaxis.score.metrics import flat_metrics, score_items, scorer_label, summarise
 from oneaxis.score.table import SCHEMA, build_table
 
-ITEMS_PER_PART = 64
+ITEMS_PER_PART = 256
 PARTS_KEPT = 4
 """Folders of unfinished runs that are kept beside this one's."""
 
@@ -105,13 +105,18 @@ def score_checkpoint(
     if not kept:
         raise UserError(f"artifacts/prepare_data/items.parquet: none of {len(items)} items can be scored: {dropped}")
     by_item, encoded = encode_items(checkpoint, kept, settings, serve, seed)
-    dropped["overlong"] = 0
-    if settings.overlong == "drop":
-        fits = [all(not tokens.truncated for tokens in own) for own in encoded]
-        dropped["overlong"] = fits.count(False)
-        if not any(fits):
-            raise UserError(f"score.overlong='drop': none of {len(kept)} items fits the model; allowed: cut")
-        by_item, encoded = list(compress(by_item, fits)), list(compress(encoded, fits))
+    # A tokenizer that lower-cases, or leaves bytes out, may read two options as one.
+    differ = [len(set(own[0].ids)) == len(own[0].ids) for own in encoded]
+    fits = [settings.overlong == "cut" or not any(tokens.truncated for tokens in own) for own in encoded]
+    scorable = [fit and own for fit, own in zip(fits, differ, strict=True)]
+    dropped["same_tokens"] = differ.count(False)
+    dropped["overlong"] = differ.count(True) - scorable.count(True)
+    if not any(scorable):
+        raise UserError(
+            f"artifacts/prepare_data/items.parquet: none of {len(items)} items can be scored: {dropped}; allowed: "
+            "options that differ in tokens, and shorter items or score.overlong='cut'"
+        )
+    by_item, encoded = list(compress(by_item, scorable)), list(compress(encoded, scorable))
     folder = None
     if parts is not None:
         folder = parts / run_key(checkpoint, by_item, settings, serve, seed, items_per_part)
