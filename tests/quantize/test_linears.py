@@ -122,25 +122,34 @@ def test_forward_is_the_product_with_rounded_weights_and_inputs(name: str) -> No
     assert (linear.in_features, linear.out_features) == (128, 24)
 
 
+def library_reads(linear: Any, settings: Any) -> torch.Tensor:
+    """The weights that compressed-tensors makes of the stored tensors of w4a16, float32."""
+    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=library_args(settings))
+    return PackedQuantizationCompressor.decompress(linear.stored(), scheme)["weight"].float()
+
+
+def library_args(settings: Any) -> Any:
+    from compressed_tensors.quantization import QuantizationArgs
+
+    return QuantizationArgs(num_bits=4, type="int", symmetric=settings.symmetric, strategy="group",
+                            group_size=settings.group_size)  # fmt: skip
+
+
 @LIBRARY
 @pytest.mark.parametrize("name", ["w4_symmetric", "w4_asymmetric", "w4_group_64"])
 def test_compressed_tensors_unpacks_the_same_weights(name: str) -> None:
     """Oracle: the library's decompression, and its scales from the same range."""
-    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
     settings, weight = SCHEMES[name], random_weight()
     grid, linear = quantised(weight, settings)
-    args = QuantizationArgs(num_bits=4, type="int", symmetric=settings.symmetric, strategy="group",
-                            group_size=settings.group_size)  # fmt: skip
-    read = PackedQuantizationCompressor.decompress(
-        linear.stored(), QuantizationScheme(targets=["Linear"], weights=args)
-    )
-    torch.testing.assert_close(read["weight"].float(), linear.weight_values(), rtol=2**-8, atol=0)
+    torch.testing.assert_close(library_reads(linear, settings), linear.weight_values(), rtol=2**-8, atol=0)
     assert linear.stored()["weight_shape"].tolist() == [24, 128]
     groups = weight.unflatten(1, (-1, settings.group_size))
-    scale, _ = calculate_qparams(groups.amin(2), groups.amax(2), args)
+    scale, _ = calculate_qparams(groups.amin(2), groups.amax(2), library_args(settings))
     used = groups.abs().amax(2) > 0
     torch.testing.assert_close(grid.scale_OG[used], scale[used], rtol=2**-8, atol=0)
 
@@ -166,6 +175,7 @@ def test_a_group_that_does_not_divide_names_what_does() -> None:
         check_groups({"a": 48}, SCHEMES["w4_symmetric"])
 
 
+@LIBRARY
 def test_mse_turns_the_range_of_a_group_whose_largest_weight_is_positive() -> None:
     """Levels reach -8 but only 7: a group on -7..8 steps of 0.5 needs the scale -0.5."""
     weight = torch.arange(-7, 9).repeat(2, 2) * 0.5
@@ -176,4 +186,5 @@ def test_mse_turns_the_range_of_a_group_whose_largest_weight_is_positive() -> No
     assert grid.values(levels).equal(weight)
     linear = linear_from(levels, grid, None, settings)
     assert linear.weight_values().equal(weight)
+    assert library_reads(linear, settings).equal(weight)
     assert grid.round_column(weight[:, 15], 15)[1].tolist() == [4.0, 4.0]

@@ -22,7 +22,7 @@ SCHEMES = {
     "int8_dynamic": scheme("w8a8_int8_dynamic"),
     "int8_static": scheme("w8a8_int8_static"),
     "fp8": scheme("w8a8_fp8"),
-    "w4": scheme("w4a16", kv="fp8"),
+    "w4": scheme("w4a16", kv="fp8", weight_range="mse"),
     "w4_asymmetric": scheme("w4a16", symmetric=False, group_size=64),
     "kv_alone": QuantizeNone(kind="none", kv="fp8"),
 }
