@@ -217,6 +217,30 @@ def test_quantised_policy_is_refused(base: tuple[Path, Path], tmp_path: Path) ->
         run((tmp_path / "checkpoint", base[1]), tmp_path / "again", int8())
 
 
+def test_values_that_the_fold_divides_have_the_scale_of_what_the_cache_then_holds(
+    base: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Oracle: the divisor, read off the rows of v_proj before and after."""
+    run(base, tmp_path, scheme("w8a8_fp8", ["o"], alpha=0.9, kv="fp8"))
+    tensors, policy = load_file(tmp_path / "checkpoint" / "model.safetensors"), load_file(base[0] / "model.safetensors")
+    stats = load_file(base[1] / "stats.safetensors")
+    for layer in (0, 1):
+        name = f"model.layers.{layer}.self_attn.v_proj"
+        after_OI = tensors[f"{name}.weight"].float() * tensors[f"{name}.weight_scale"].float()
+        divisor_O = policy[f"{name}.weight"].float().norm(dim=1) / after_OI.norm(dim=1)
+        assert divisor_O.max() > 1.2 * divisor_O.min()
+        expected = float((stats[f"layers.{layer}.v_absmax"].flatten() / divisor_O).max()) / 448
+        found = float(tensors[f"model.layers.{layer}.self_attn.v_scale"])
+        assert found == pytest.approx(expected, rel=0.03)
+        assert abs(found * 448 / float(stats[f"layers.{layer}.v_absmax"].max()) - 1) > 0.05
+
+
+def test_static_scales_for_experts_are_refused(tmp_path: Path) -> None:
+    tiny("mixtral").save_pretrained(tmp_path / "policy")
+    with pytest.raises(UserError, match=r"experts\.0\.w1 is an expert.*allowed: w8a8_int8_dynamic"):
+        run((tmp_path / "policy", tmp_path), tmp_path / "out", scheme("w8a8_int8_static"))
+
+
 def test_kv_alone_leaves_the_weights_and_adds_scales(base: tuple[Path, Path], tmp_path: Path) -> None:
     """Level 448 of a layer's cache is the largest key (or value) that calibration saw."""
     from oneaxis.config.schema import QuantizeNone

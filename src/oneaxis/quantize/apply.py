@@ -42,7 +42,7 @@ from oneaxis.quantize.kv import attention_of, kv_scale
 from oneaxis.quantize.linears import QuantizedLinear, check_groups, linear_from, round_weight, weight_grid
 from oneaxis.quantize.quality import measure_quality
 from oneaxis.quantize.search import SEARCH_SCHEMA, layer_alphas
-from oneaxis.quantize.smooth import fold_layer, refuse_unfoldable, site_scales
+from oneaxis.quantize.smooth import fold_layer, per_row, refuse_unfoldable, site_scales
 from oneaxis.quantize.statistics import static_absmax, tensor_name
 from oneaxis.quantize.text import Sequences, sequences_from_frame
 
@@ -134,10 +134,15 @@ class Statistics:
             names = [name for name in opened.keys() if name.startswith(f"layers.{index}.")]  # noqa: SIM118
             return {name: opened.get_tensor(name) for name in names if not name.endswith(".token_norm")}
 
-    def kv_scales(self, index: int) -> dict[str, Tensor]:
-        """`k_scale` and `v_scale` [1] of a layer's FP8 cache."""
+    def kv_scales(self, index: int, divisor_R: Tensor | float = 1.0) -> dict[str, Tensor]:
+        """`k_scale` and `v_scale` [1] of a layer's FP8 cache.
+
+        Args:
+            divisor_R: what the fold has divided the values by, one for each row of v_proj.
+        """
         seen = self.layer(index)
-        return {f"{side}_scale": kv_scale(float(seen[f"layers.{index}.{side}_absmax"].max())) for side in "kv"}
+        absmax = {"k": seen[f"layers.{index}.k_absmax"], "v": seen[f"layers.{index}.v_absmax"].flatten() / divisor_R}
+        return {f"{side}_scale": kv_scale(float(found.max())) for side, found in absmax.items()}
 
 
 @torch.inference_mode()
@@ -147,16 +152,16 @@ def write_kv_only(model: Layerwise, statistics: Statistics, settings: QuantizeNo
     for name in model.names:
         writer.add(name, model.tensor(name))
     for index in range(model.num_layers):
-        _add_kv_scales(writer, model, index, model.layer(index), statistics)
+        _add_kv_scales(writer, model, index, model.layer(index), statistics.kv_scales(index))
     writer.finish(quantization_config(settings), settings.model_dump())
 
 
 def _add_kv_scales(
-    writer: CheckpointWriter, model: Layerwise, index: int, layer: nn.Module, statistics: Statistics
+    writer: CheckpointWriter, model: Layerwise, index: int, layer: nn.Module, scales: Mapping[str, Tensor]
 ) -> None:
     attention = attention_of(layer)
     name = next(name for name, module in layer.named_modules() if module is attention)
-    for scale, value_1 in statistics.kv_scales(index).items():
+    for scale, value_1 in scales.items():
         writer.add(model.decoder.stored_name(index, f"{name}.{scale}"), value_1)
 
 
@@ -178,6 +183,7 @@ def write_quantized(
                         "allowed: none")  # fmt: skip
     refuse_unfoldable(model.decoder, settings.smooth.sites)
     high = linears_left_alone(model, settings)
+    _refuse_static_experts(model, settings, high)
     statistics = Statistics(calibrated, model)
     unseen = _sequences(calibrated, "heldout")
     probe = model.start(unseen.token_ids_ST[:PROBE_SEQUENCES], _batch_size(unseen))
@@ -199,6 +205,7 @@ def write_quantized(
         tried += smoothed.tried
         errors = Errors(model, index, layer, probe)
         layer.load_state_dict(smoothed.tensors, assign=True)
+        smoothed.tensors.clear()
         errors.after_fold(layer)
         _store_rounded(model, index, layer, high[index])
         if text:
@@ -223,7 +230,10 @@ def write_quantized(
             text.leave(model, index, layer)
         _write_layer(writer, model, index, layer)
         if settings.kv == "fp8":
-            _add_kv_scales(writer, model, index, layer, statistics)
+            _add_kv_scales(writer, model, index, layer, statistics.kv_scales(index, smoothed.values_divisor))
+        # Nothing may hold this layer while the next one is read.
+        linear = rounded = None  # type: ignore[assignment]
+        del layer, smoothed, errors, linear, rounded
     writer.finish(quantization_config(settings, routers_of(model.decoder)), settings.model_dump())
     return pl.DataFrame(rows, LAYER_SCHEMA), pl.DataFrame(tried, SEARCH_SCHEMA)
 
@@ -245,6 +255,18 @@ def linears_left_alone(model: Layerwise, settings: QuantizeScheme) -> list[set[s
             for index in range(model.num_layers)]  # fmt: skip
 
 
+def _refuse_static_experts(model: Layerwise, settings: QuantizeScheme, high: list[set[str]]) -> None:
+    """Raises UserError: experts would get static INT8 scales, which vLLM runs on no device."""
+    if settings.kind != "w8a8_int8_static":
+        return
+    for index in range(model.num_layers):
+        for name in model.decoder.linears(index):
+            if ".experts." in f".{name}" and name not in high[index]:
+                raise UserError(f"quantize.kind={settings.kind}: {model.decoder.stored_name(index, name)} is an expert, "
+                                "and vLLM runs INT8 experts with scales per token only; allowed: w8a8_int8_dynamic, "
+                                "or the experts in quantize.ignore")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Smoothed:
     """One layer after the fold, and what is known of the inputs of its linears."""
@@ -257,6 +279,8 @@ class Smoothed:
     """Largest calibrated |x| by the name of the site."""
     tried: list[dict[str, Any]]
     """Rows of `search.SEARCH_SCHEMA`."""
+    values_divisor: Tensor | float
+    """What each row of v_proj was divided by."""
 
 
 def smooth_layer(
@@ -285,7 +309,9 @@ def smooth_layer(
             folded[weight] = folded[weight].to(dtype).float()
     absmax = {site.name: static_absmax(seen, tensor_name(index, site.name), scales.get(site.name))
               for site in model.decoder.sites(index)}  # fmt: skip
-    return Smoothed(folded, alphas, absmax, tried)
+    [output] = [site for site in model.decoder.sites(index) if site.kind == "o"]
+    divisor = per_row(scales[output.name], output.heads) if output.name in scales else 1.0
+    return Smoothed(folded, alphas, absmax, tried, divisor)
 
 
 def _store_rounded(model: Layerwise, index: int, layer: nn.Module, high: Collection[str]) -> None:

@@ -133,11 +133,11 @@ def fold_layer(tensors: Mapping[str, Tensor], sites: Iterable[Site], scales: Map
                 folded[bias] /= s_C
             continue
         assert site.producer is not None, f"{site.name}: {site.why_not}"
-        _divide_rows(folded, site.producer, _per_row(s_C, site.heads))
+        _divide_rows(folded, site.producer, per_row(s_C, site.heads))
     return folded
 
 
-def _per_row(s_C: Tensor, heads: Heads | None) -> Tensor:
+def per_row(s_C: Tensor, heads: Heads | None) -> Tensor:
     """One scale per row of the producer: for attention, that of the first query head of each group."""
     return s_C if heads is None else s_C.view(heads.num_kv_heads, -1, heads.head_dim)[:, 0].reshape(-1)
 
