@@ -266,6 +266,13 @@ def test_displacement_is_a_warning_of_a_valid_run(artifacts: Make) -> None:
     assert judge_run(read_results(folder)) == Validity(True, [], ["preference training: severe (both fell)"])
 
 
+def test_what_the_machine_computes_otherwise_is_a_warning(artifacts: Make) -> None:
+    folder = artifacts()
+    found = read_json(folder / "serve" / "realised.json")
+    write_json(folder / "serve" / "realised.json", {**found, "cautions": ["this CPU has no VNNI"]})
+    assert judge_run(read_results(folder)) == Validity(True, [], ["engine: this CPU has no VNNI"])
+
+
 def test_random_weights_carry_a_banner(artifacts: Make, tmp_path: Path) -> None:
     model = {"kind": "random", "num_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
              "num_kv_heads": 1, "vocab_size": 1024, "max_position": 1024}  # fmt: skip

@@ -78,6 +78,8 @@ def _warnings(results: "Results") -> list[str]:
     if results.section("model").get("kind") != "random":
         odd = [answer["prompt"] for answer in results.document("serve", "smoke.json") or [] if not answer["sane"]]
         warnings += [f"odd answer of the served model to {prompt!r}" for prompt in odd]
+    realised = results.document("serve", "realised.json") or {}
+    warnings += [f"engine: {caution}" for caution in realised.get("cautions", [])]
     dirty = sorted(stage for stage, facts in results.provenance.items() if facts.get("git", {}).get("dirty"))
     if dirty:
         warnings.append(f"the work tree had uncommitted changes while {len(dirty)} stages ran: the commit alone "

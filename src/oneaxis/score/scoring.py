@@ -25,7 +25,7 @@ from typing import Any
 
 import polars as pl
 
-from oneaxis.artifacts import sha256_file
+from oneaxis.artifacts import read_json, sha256_file
 from oneaxis.config.schema import Score, Serve
 from oneaxis.errors import UserError
 from oneaxis.score.boundary import Encoded, Target, chat_renderer, encode_contexts, start_token, text_encoder
@@ -376,7 +376,12 @@ def _transformers(checkpoint: Path, settings: Score, observed: dict[str, Any]) -
 def _vllm(checkpoint: Path, settings: Score, serve: Serve, log: Path, observed: dict[str, Any]) -> Iterator[Engine]:
     from oneaxis.score.remote import log_probabilities
     from oneaxis.serve import running_engine
+    from oneaxis.serve.command import engine_device
+    from oneaxis.serve.preflight import cautions, cpu_flags
 
+    on_cpu = engine_device() == "cpu"
+    for caution in cautions(read_json(checkpoint / "config.json"), cpu_flags=cpu_flags()) if on_cpu else []:
+        raise UserError(f"score.engine='vllm': {caution}; allowed: transformers")
     engine_settings = serve.model_copy(update={"dtype": settings.dtype})
     with running_engine(checkpoint, engine_settings, log_path=log, observed=observed) as running:
         observed["score"] = {"score_s": 0.0}
