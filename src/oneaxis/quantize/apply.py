@@ -263,8 +263,8 @@ def _refuse_static_experts(model: Layerwise, settings: QuantizeScheme, high: lis
         for name in model.decoder.linears(index):
             if ".experts." in f".{name}" and name not in high[index]:
                 raise UserError(f"quantize.kind={settings.kind}: {model.decoder.stored_name(index, name)} is an "
-                                "expert, and vLLM runs INT8 experts with scales per token only; allowed: w8a8_int8_dynamic, "
-                                "or the experts in quantize.ignore")  # fmt: skip
+                                "expert, and vLLM runs INT8 experts with scales per token only; allowed: "
+                                "w8a8_int8_dynamic, or the experts in quantize.ignore")  # fmt: skip
 
 
 @dataclass(frozen=True)
