@@ -16,8 +16,9 @@ from oneaxis.track import model_name
 
 SCORERS = {
     "acc": "sum of log-probabilities", "acc_norm": "per character (as lm-eval)", "acc_bytes": "per UTF-8 byte",
-    "acc_per_token": "per token", "pmi_dc": "against the premise", "letter": "letter",
-    "letter_permuted": "letter, all rotations",
+    "acc_per_token": "per token", "pmi": "against no prompt", "pmi_dc": "against the premise", "letter": "letter",
+    "letter_calibrated": "letter, content-free prior divided out", "letter_permuted": "letter, vote of all rotations",
+    "letter_averaged": "letter, mean over all rotations", "pride": "letter, estimated prior divided out",
 }  # fmt: skip
 """Scorers in the order of the page, with what each does."""
 

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from oneaxis.report import effects, verdicts
+from oneaxis.report import effects, scores, verdicts
 from oneaxis.report.page import environment
 from oneaxis.report.plots import Plot
 from oneaxis.report.records import Multirun, missing, read_multirun
@@ -48,7 +48,7 @@ def write_multirun_report(folder: Path) -> Path:
     """
     multirun = read_multirun(folder)
     compared = verdicts.comparisons(multirun)
-    _write(folder / PAGE, render(multirun, compared))
+    _write(folder / PAGE, render(multirun, compared, scores.between_points(folder, multirun)))
     _write(folder / CARD, card_text(multirun, compared))
     return folder / PAGE
 
@@ -81,8 +81,8 @@ def card_text(multirun: Multirun, compared: list[Comparison]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def render(multirun: Multirun, compared: list[Comparison]) -> str:
-    """The page as HTML text."""
+def render(multirun: Multirun, compared: list[Comparison], answers: list[Table]) -> str:
+    """The page as HTML text. `answers`: which items changed, where they were scored."""
     claimed = sum(comparison.claimed for comparison in compared)
     shown = max(claimed, SHOWN_METRICS)
     room = PLOTTED_ROWS
@@ -101,6 +101,7 @@ def render(multirun: Multirun, compared: list[Comparison]) -> str:
     nav += [("further", "Further metrics")] if parts[shown:] else []
     nav += [("cards", "Cards")] if cards else []
     nav += [("combination", "Combination")] if combination else []
+    nav += [("answers", "Answers")] if answers else []
     nav += (
         [("points", "Points")]
         + ([("certainty", "Certainty")] if certainty or notes else [])
@@ -113,7 +114,8 @@ def render(multirun: Multirun, compared: list[Comparison]) -> str:
         lines=[(comparison, verdicts.verdict_line(comparison)) for comparison in compared[:shown]],
         asked=verdicts.asked(multirun), cards=cards[:SHOWN_CARDS], more_cards=cards[SHOWN_CARDS:ALL_CARDS],
         cards_left=max(0, len(cards) - ALL_CARDS), shown=parts[:shown], folded=parts[shown:], combination=combination,
-        points=points, certainty=certainty, notes=notes, provenance=verdicts.provenance_tables(multirun),
+        answers=answers, points=points, certainty=certainty, notes=notes,
+        provenance=verdicts.provenance_tables(multirun),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import polars as pl
 from oneaxis.config.schema import ServiceClass
 from oneaxis.judge.validity import differences
 from oneaxis.load.metrics import per_request, requests_needed
-from oneaxis.report import plots, quantisation, text
+from oneaxis.report import plots, quantisation, scores, text
 from oneaxis.report.facts import SCORERS, Cell, cells
 from oneaxis.report.plots import Plot
 from oneaxis.report.results import STAGES, Results
@@ -290,7 +290,7 @@ def _percentiles(measured: Sequence[Cell], by_cell: Mapping[tuple[str, float], p
 
 
 def scoring(results: Results) -> Section:
-    """Accuracy per task and scorer, the premises, the letter format's prior and how often answers move."""
+    """Accuracy per task and scorer, and what `scores` makes of the items."""
     section = Section("scoring", "Scoring", lead="One table of log-probabilities; every scorer is computed from it.")
     summary = results.document("score", "summary.json")
     if not summary or not summary.get("tasks"):
@@ -304,27 +304,8 @@ def scoring(results: Results) -> Section:
         if (found := facts["scorers"].get(name))
     ]
     section.plots.append(plots.accuracies(rows, _chance(results)))
-    settings = results.section("score")
-    premises = settings.get("premises", {})
-    section.tables.append(Table(
-        ("Task", "premise of pmi_dc"),
-        [[task, repr(premises.get(task, premises.get("default", "")))] for task in tasks], "ll", caption="Premises",
-        note=f"Scored by {summary.get('engine', '?')} in {summary.get('dtype', '?')}.",
-    ))  # fmt: skip
-    letters = []
-    for task, facts in tasks.items():
-        letter = facts.get("letter")
-        if letter:
-            for options, prior in letter.get("prior", {}).items():
-                shares = ", ".join(f"{name} {text.percent(share, 0)}" for name, share in prior.items())
-                letters.append([task, options, shares, text.percent(letter["moved_share"], 0),
-                                text.count(letter["ties"]), text.count(letter["n"])])  # fmt: skip
-    if letters:
-        section.tables.append(Table(
-            ("Task", "options", "letter prior, over all rotations", "answers that move", "tied votes", "n"), letters,
-            "lrlrrr", caption="Letter format",
-            note="A fair model's prior is flat. An answer moves when the rotations of its options do not all agree.",
-        ))  # fmt: skip
+    section.tables += scores.tables(results)
+    section.lead = " ".join(filter(None, (section.lead, scores.words(results))))
     return section
 
 
