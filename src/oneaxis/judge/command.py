@@ -1,11 +1,13 @@
 """`oneaxis judge BASELINE CANDIDATE`: two runs that are there already, compared in one metric or in their headlines.
 
 With `--metric` it is a gate: exit code 0 only when the candidate is accepted. Without, it describes, and only an
-INVALID comparison exits with 1.
+INVALID comparison exits with 1. Two outputs of lm-eval are compared likewise (`lm_eval`).
 """
 
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ from oneaxis.config.axes import flatten, same
 from oneaxis.config.compose import compose, compose_raw
 from oneaxis.config.schema import Claim, Gate
 from oneaxis.errors import UserError
-from oneaxis.judge import units
-from oneaxis.judge.compare import conclude, prepare
+from oneaxis.judge import lm_eval, units
+from oneaxis.judge.compare import Comparison, Verdict, conclude, prepare
 from oneaxis.judge.conditions import DEFAULT_SESSION, grouped_axes
 from oneaxis.judge.multirun import exit_code, headline_claims
 from oneaxis.judge.records import Record, differences, find_records
@@ -44,32 +46,60 @@ def judge_folders(
     Raises:
         UserError: for a folder that holds no artifacts, the same folder twice, or a metric that neither has.
     """
+    if not metric and (better or bar or margin is not None):
+        raise UserError("--better, --bar and --margin belong to a metric; allowed: with --metric NAME")
+    gate = compose(conf_dir).gate if (conf_dir / "config.yaml").is_file() else STANDARD_GATE
+    if lm_eval.is_output(baseline) or lm_eval.is_output(candidate):
+        if baseline.resolve() == candidate.resolve():
+            raise UserError(f"{baseline} and {candidate}: the same run twice; allowed: two different runs")
+        with tempfile.TemporaryDirectory() as scratch:
+            arms = lm_eval.read_arms(baseline, candidate, Path(scratch))
+            claims = [_claim(arms, metric, better, bar, margin)] if metric else lm_eval.headline_claims(arms)
+            noted = [units.Problem("warning", note) for note in lm_eval.notes([baseline, candidate])]
+            comparisons = _compared(arms, claims, gate, (baseline, candidate), None, metric is not None)
+            verdicts = [conclude(replace(each, problems=[*each.problems, *noted])) for each in comparisons]
+        return _print(verdicts, as_json)
+
     arms = {"baseline": find_records(baseline), "candidate": find_records(candidate)}
     folders = [{record.results.folder.resolve() for record in arm} for arm in arms.values()]
     if folders[0] & folders[1]:
         raise UserError(f"{baseline} and {candidate}: the same run twice; allowed: two different runs")
-    gate = compose(conf_dir).gate if (conf_dir / "config.yaml").is_file() else STANDARD_GATE
     timed = not any(_session(record) == DEFAULT_SESSION for arm in arms.values() for record in arm)
-    if not metric and (better or bar or margin is not None):
-        raise UserError("--better, --bar and --margin belong to a metric; allowed: with --metric NAME")
     claims = [_claim(arms, metric, better, bar, margin)] if metric else headline_claims(arms, timed)
     if not claims:
         raise UserError(f"{baseline} and {candidate}: no headline metric is in both; allowed: --metric NAME")
     axes = found_axes(arms["baseline"][0], arms["candidate"][0], conf_dir)
-    comparisons = [
+    comparisons = _compared(arms, claims, gate, (baseline, candidate), axes, metric is not None)
+    code = _print([conclude(comparison) for comparison in comparisons if not comparison.idle], as_json)
+    if not as_json and not metric and not timed:
+        print(f"\ntimings are left out: those of session `{DEFAULT_SESSION}` never support a verdict")
+    return code
+
+
+def _compared(
+    arms: Mapping[str, list[Record]],
+    claims: Sequence[Claim],
+    gate: Gate,
+    paths: tuple[Path, Path],
+    axes: Sequence[Axis] | None,
+    claimed: bool,
+) -> list[Comparison]:
+    """Each claim over both arms."""
+    return [
         prepare(
-            arms["baseline"], arms["candidate"], claim, gate, names=(str(baseline), str(candidate)), axes=axes,
-            combination=False, written_at=None, claimed=metric is not None, question="",
+            arms["baseline"], arms["candidate"], claim, gate, names=(str(paths[0]), str(paths[1])), axes=axes,
+            combination=False, written_at=None, claimed=claimed, question="",
         )
         for claim in claims
     ]  # fmt: skip
-    verdicts = [conclude(comparison) for comparison in comparisons if not comparison.idle]
+
+
+def _print(verdicts: list[Verdict], as_json: bool) -> int:
+    """As text or JSON; the exit code."""
     if as_json:
         print(json.dumps([verdict.as_json() for verdict in verdicts], indent=2, sort_keys=True, allow_nan=False))
     else:
         print(verdict_text(verdicts))
-        if not metric and not timed:
-            print(f"\ntimings are left out: those of session `{DEFAULT_SESSION}` never support a verdict")
     return exit_code(verdicts)
 
 
