@@ -102,6 +102,26 @@ def test_a_shared_prompt_is_computed_once_and_single_tokens_cost_nothing(llama: 
     assert (work.tokens, work.padded_tokens, work.naive_tokens) == (12, 12, 32)
 
 
+@pytest.mark.parametrize("batch_tokens", [512, 2048])
+def test_of_four_options_after_long_prompts_little_more_is_computed_than_must_be(
+    llama: LlamaForCausalLM, batch_tokens: int
+) -> None:
+    """Of each item P + k o tokens must be read (the last of an option is not), k (P + o) one option at a time."""
+    draw = random.Random(7)
+    targets, least, naive = [], 0, 0
+    for item in range(48):
+        prompt = [draw.randrange(400) for _ in range(draw.randint(80, 120))]
+        options = [[draw.randrange(400) for _ in range(draw.randint(2, 8))] for _ in range(4)]
+        targets += [Target(f"i{item}", (*prompt, *option), len(prompt)) for option in options]
+        least += len(prompt) + sum(map(len, options))
+        naive += sum(len(prompt) + len(option) for option in options)
+    _, work = log_probabilities(llama, targets, batch_tokens)
+    assert work.tokens <= least
+    assert work.padded_tokens <= 1.1 * least
+    assert work.naive_tokens == naive - len(targets)
+    assert naive / work.padded_tokens > 3
+
+
 def test_equal_sequences_are_computed_once(llama: LlamaForCausalLM) -> None:
     """A premise of 3 before 50 times the same option of 4 tokens: 3 + 3 tokens, and equal scores."""
     targets = [Target("premise", (1, 2, 3, 4, 5, 6, 7), 3)] * 50
