@@ -56,6 +56,19 @@ def test_pmi_that_hurts_is_said(tmp_path: Path) -> None:
     assert [table.tones[place] for place, row in enumerate(table.rows) if row[1] in ("acc", "pmi_dc")] == ["", "bad"]
 
 
+def test_items_in_topics_have_an_error_of_their_own(tmp_path: Path) -> None:
+    """Four items, right 1 1 0 0: sqrt(1/4 / 3) = 28.9 points by item, sqrt(2) / 4 = 35.4 in two topics of two."""
+    right, wrong = [0.6, 0.4], [0.4, 0.6]
+    lines = [line for place, (asked, topic) in enumerate([(right, "x"), (right, "x"), (wrong, "y"), (wrong, "y")])
+             for line in rows(f"i{place}", asked, [0.5, 0.5], [0], topic=topic)]  # fmt: skip
+    write(tmp_path / "score", lines)
+    table = scores.clustered(results(tmp_path))
+    assert table is not None
+    assert table.rows == [["t", "50.0%", "± 28.9", "± 35.4", "2", "4"]]
+    write(tmp_path / "score", [{**line, "topic": None} for line in lines])
+    assert scores.tables(results(tmp_path))[0].caption == "Scorers against acc_bytes"
+
+
 def test_competition_is_shown_where_every_item_has_a_rival_and_only_there(tmp_path: Path) -> None:
     """Right .2, rival .4: the form decides for raw scoring. After the premise both are as rare: pmi_dc finds either."""
     rival = rows("i", [0.2, 0.3, 0.4, 0.1], [0.02, 0.3, 0.04, 0.1], [0, 2])

@@ -31,7 +31,8 @@ def tables(results: Results) -> list[Table]:
     """What the scoring section shows below its plot, in order."""
     summary = results.document("score", "summary.json") or {}
     tasks = summary.get("tasks") or {}
-    found = [premises(results, summary), letters(tasks), scorers_compared(results), *competing(results), prompts(tasks)]
+    found = [premises(results, summary), letters(tasks), clustered(results), scorers_compared(results),
+             *competing(results), prompts(tasks)]  # fmt: skip
     return [table for table in found if table is not None and table.rows]
 
 
@@ -84,6 +85,22 @@ def letters(tasks: Mapping[str, Any]) -> Table | None:
         "lrlrrwr", caption="Letter format",
         note="A fair model's prior is flat. An answer moves when the rotations of its options do not all agree. RStd: "
         "standard deviation of the recalls by the letter of the right answer; 0 for a model without a taste.",
+    )  # fmt: skip
+
+
+def clustered(results: Results) -> Table | None:
+    """The error of BASE where items come in topics, beside the one that takes them as independent."""
+    items = results.table("score", "items_scored.parquet")
+    rows = []
+    for (task,), own in () if items is None else items.sort("task").group_by("task", maintain_order=True):
+        found = significance.with_error(own[f"{BASE}_correct"], own["topic"])
+        if found["clusters"] and 1 < found["clusters"] < found["n"]:
+            errors = [f"± {100 * found[name]:.1f}" for name in ("stderr", "stderr_clustered")]
+            rows.append([str(task), text.percent(found["accuracy"]), *errors, text.count(found["clusters"]),
+                         text.count(found["n"])])  # fmt: skip
+    return Table(
+        ("Task", BASE, "error, items", "error, topics", "topics", "n"), rows, "lrrrrr", caption="Items in topics",
+        note="Answers to items of one topic are no independent draws. The error over topics is the one to quote.",
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ Always item by item, since the items that both answer alike say nothing. Two tes
   no discordant item every resample is 0, which claims certainty: then Tango's score interval stands in its place, and
   `interval` says so.
 - Where items come in clusters (questions of one topic, or on one passage), items are no independent draws: the standard
-  error is the clustered one (Miller, 2024, arXiv 2411.00640, equation 4), the bootstrap draws whole clusters, and in
+  error is the clustered one (Miller, 2024, arXiv 2411.00640), the bootstrap draws whole clusters, and in
   place of McNemar's test the sign-flip test is made on the clusters' sums.
 
 Differences that are read together are corrected together by Holm's method, and each row says over how many.
