@@ -7,7 +7,15 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from oneaxis.config.schema import Copying
-from oneaxis.quantize.copying import KINDS, CopyTasks, compare_copies, discriminates, make_copy_tasks, score_copies
+from oneaxis.quantize.copying import (
+    KINDS,
+    TOKEN_SCHEMA,
+    CopyTasks,
+    compare_copies,
+    discriminates,
+    make_copy_tasks,
+    score_copies,
+)
 from tests.serve.tiny import byte_tokenizer
 
 CONTEXT = 1200
@@ -209,3 +217,10 @@ def test_survives_a_file(tasks, tmp_path):
 def test_other_tasks_are_not_compared():
     with pytest.raises(AssertionError, match="same tasks"):
         compare_copies(table("xx"), table("xxx"))
+
+
+def test_half_a_suite_has_half_the_sequences_of_each_kind_and_one_at_least() -> None:
+    numbers = {"digits": [0, 1, 2, 3], "base64": [4, 5, 6], "retrieval": [7]}
+    rows = [(kind, sequence, 0, 1, None) for kind, several in numbers.items() for sequence in several]
+    tasks = CopyTasks(pl.DataFrame(rows, schema=TOKEN_SCHEMA, orient="row"))
+    assert tasks.half().tokens["sequence"].to_list() == [0, 1, 4, 5, 7]

@@ -27,7 +27,8 @@ Files (S sequences, T tokens of each, C channels of a tensor, N tokens that pass
     heldout_hidden.safetensors  `hidden`  float32 [S, T, D] of the held-out text after the final norm: with the head of
                             the checkpoint it gives every distribution of the unquantised model.
     copy_tokens.parquet     the exact-copy suite, a row per token (`copying.CopyTasks.tokens`).
-    copy.parquet, copy_weak.parquet  a row per task, of the policy and of the weak baseline (`copying.score_copies`).
+    copy.parquet, copy_weak.parquet  a row per task, of the policy and of the weak baseline (`copying.score_copies`);
+                            the weak one runs on half the sequences of each kind, since it is so much worse.
     copying.json            whether the suite tells them apart (`copying.discriminates`).
 
 The copy files are left out with calibrate.copying.sequences=0. Of a family whose layers are not known there are only
@@ -247,8 +248,8 @@ def _measure_copying(
         return {}
     weak = WeakBaseline.open(model.folder)
     weak.statistics = statistics
-    base_scores, weak_scores = score_copies(model, tasks), score_copies(weak, tasks)
-    told = discriminates(base_scores, weak_scores)
+    base_scores, weak_scores = score_copies(model, tasks), score_copies(weak, tasks.half())
+    told = discriminates(base_scores.join(weak_scores, on=["kind", "sequence", "task"], how="semi"), weak_scores)
     if not told["discriminates"]:
         _say(told["why"])
     tasks.tokens.write_parquet(out / "copy_tokens.parquet")

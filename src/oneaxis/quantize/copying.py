@@ -92,6 +92,11 @@ class CopyTasks:
         parts = {kind: self.tokens.filter(pl.col("kind") == kind) for kind in KINDS}
         return {kind: part.sort("sequence", "position") for kind, part in parts.items() if part.height}
 
+    def half(self) -> "CopyTasks":
+        """The first half of the sequences of each kind, one at least."""
+        rank = pl.col("sequence").rank("dense").over("kind")
+        return CopyTasks(self.tokens.filter(rank <= (rank.max().over("kind") + 1) // 2))
+
     @property
     def groups(self) -> list[Tensor]:
         """Token ids [S, T], one tensor for each length, kinds in the order of KINDS: what a model is run on."""
