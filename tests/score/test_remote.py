@@ -5,14 +5,18 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from oneaxis.config import compose
 from oneaxis.errors import RunError
 from oneaxis.score.boundary import Target
+from oneaxis.score.contexts import Item
 from oneaxis.score.remote import log_probabilities, token_logprobs
+from oneaxis.score.scoring import score_checkpoint
 
 
 def known(token: int, place: int) -> float:
@@ -126,3 +130,28 @@ def test_an_answer_about_other_tokens_is_refused() -> None:
         token_logprobs(good, (4, 7, 7))
     with pytest.raises(RunError, match="for none of 2 tokens"):
         token_logprobs({"choices": [{}]}, (4, 7))
+
+
+@pytest.mark.slow
+def test_in_bfloat16_the_engine_and_this_process_agree_to_a_quarter_of_a_nat(
+    checkpoint: Path, root: Path, tmp_path: Path
+) -> None:
+    """Token by token; on average far closer. Both round every layer to 8 bits, each in an order of its own, so that
+    accuracies of one dtype are compared, and none with those of float32 (which agree to 1e-4: test_scoring)."""
+    items = [
+        Item("q0", "bread", "who bakes bread?", ("a baker", "a nurse", "a pilot", "a fish"), 0),
+        Item("q1", "cold", "where is it cold?", ("at the pole", "in bread", "日本"), 0),
+    ]
+    settings = ["profile=tiny", "score.dtype=bfloat16", "score.batch_check=0", "serve.max_model_len=256"]
+    tables = []
+    for engine in ("transformers", "vllm"):
+        config = compose(root / "conf", [*settings, f"score.engine={engine}"])
+        scored = score_checkpoint(checkpoint, items, config.score, config.serve, config.seed,
+                                  log=tmp_path / "engine.log", observed={})  # fmt: skip
+        assert scored.summary["tasks"]["bread"]["scorers"]["acc_bytes"]["scorer"] == "acc_bytes (bfloat16)"
+        tables.append(scored.table)
+    assert tables[0].drop("logprobs", "logprob").equals(tables[1].drop("logprobs", "logprob"))
+    one, other = (table["logprobs"].explode().to_list() for table in tables)
+    apart = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    assert max(apart) < 0.25
+    assert sum(apart) / len(apart) < 0.05

@@ -55,6 +55,9 @@ def judge_folders(
         with tempfile.TemporaryDirectory() as scratch:
             arms = lm_eval.read_arms(baseline, candidate, Path(scratch))
             claims = [_claim(arms, metric, better, bar, margin)] if metric else lm_eval.headline_claims(arms)
+            if not claims:
+                raise UserError(f"{baseline} and {candidate}: no metric is in both; allowed: tasks with acc, "
+                                "acc_norm or acc_bytes")  # fmt: skip
             noted = [units.Problem("warning", note) for note in lm_eval.notes([baseline, candidate])]
             comparisons = _compared(arms, claims, gate, (baseline, candidate), None, metric is not None)
             verdicts = [conclude(replace(each, problems=[*each.problems, *noted])) for each in comparisons]

@@ -3,6 +3,10 @@
 The engine answers with one entry per prompt token: a mapping of token ids to log-probabilities that always holds the
 token itself and, where that is another, the most likely one. The first entry is null. One token is generated, since
 the engine does not take zero, and left unused.
+
+vLLM 0.32 takes nothing from its prefix cache for such a request, whatever `serve.prefix_caching` says (its sampling
+parameters set `skip_reading_prefix_cache`: cached tokens have no logits). So every option pays for its prompt; in
+`local` it does not.
 """
 
 import asyncio
