@@ -1,5 +1,6 @@
 """Rivals by hand on one literal item; the set itself; that leaving an option out is what asking without it gives."""
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -115,6 +116,11 @@ def test_the_set_is_what_it_says() -> None:
     places = Counter(place for record in records for place in record["answers"])
     assert min(places.values()) > 0.6 * max(places.values())
     assert len(Counter(record["topic"] for record in records)) >= 6
+
+
+def test_the_sources_name_this_very_file() -> None:
+    digest = hashlib.sha256(SET.read_bytes()).hexdigest()
+    assert f"| `competition.jsonl` | `{digest}` |" in (SET.parent / "SOURCES.md").read_text(encoding="utf-8")
 
 
 def test_the_set_is_read_as_items() -> None:
