@@ -121,6 +121,20 @@ def load_by_compressed_tensors(folder: Path) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=whole).eval()
 
 
+def disturb(model: nn.Module, size: float) -> None:
+    """Multiply the embeddings by 1 + `size` times normal noise: a change that float32 itself could make.
+
+    A quantised model rounds its activations, so a change of any size moves some of them by a whole level, and these
+    move others. How far the NLL of a token then moves is how far two right readers may differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def hook(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        return output * (1 + size * torch.randn(output.shape, generator=generator))
+
+    model.get_input_embeddings().register_forward_hook(hook)
+
+
 @torch.inference_mode()
 def token_nll(model: nn.Module, token_ids_ST: Tensor, batch: int) -> Tensor:
     """-log p of each token given those before it in its sequence, nats, float64 [S, T - 1]."""
@@ -140,10 +154,15 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--tokens", type=Path, required=True, help="int64 .npy [sequences, tokens]")
     parser.add_argument("--by", choices=["hand", "compressed-tensors"], default="hand")
+    parser.add_argument(
+        "--noise", type=float, default=0.0, help="relative, on the embeddings: what rounding makes of it"
+    )
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     model = load(options.checkpoint) if options.by == "hand" else load_by_compressed_tensors(options.checkpoint)
+    if options.noise:
+        disturb(model, options.noise)
     nll = token_nll(model, torch.from_numpy(np.load(options.tokens)), options.batch)
     np.save(options.out, nll.numpy())
     print(f"perplexity {float(nll.mean().exp()):.4f}")
