@@ -2,8 +2,10 @@
 
     python benchmarks/score_speed.py CHECKPOINT ITEMS.parquet --out speed.md
 
-Both score the same texts with the same weights in one process, in turns, and hold as many positions in a batch:
-lm-eval `batch_size` whole sequences, ours `batch_size` x the longest of them. Each time includes the tokenizer. A turn
+Both score the same texts with the same weights in one process, in turns, with the same memory for a batch: lm-eval
+holds `batch_size` whole sequences with logits and log-probabilities over the vocabulary at every position; ours holds
+keys and values instead (those of a prefix and of its branches' copies), and logits of 256 positions. What each turn
+takes above the start, by the process's resident memory, is measured and shown. Each time includes the tokenizer. A turn
 is timed by the wall clock and by the processor's: on a machine with other work the second is the one to read. To hold:
 3 times the items per second, and tokens (padding too) within 10% of the least possible, P + k o of each item with k
 options of o tokens after a prompt of P. Log-probabilities of both are compared.
@@ -13,12 +15,14 @@ import argparse
 import json
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import psutil
 
 FASTER = 3.0
 WITHIN = 1.1
@@ -75,11 +79,34 @@ def theirs(lm: Any, asked: Sequence[Question]) -> list[float]:
     return [float(logprob) for logprob, _ in lm.loglikelihood(requests, disable_tqdm=True)]
 
 
-def timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What it gives, and its seconds by the wall clock and by the processor's."""
+def same_memory(config: Any, positions: int) -> int:
+    """How many positions ours may hold, where lm-eval holds as many as are given: both in float32."""
+    from oneaxis.score.local import ROWS_PER_HEAD
+
+    logits = 2 * 4 * config.vocab_size
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys_and_values = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    return int((positions - ROWS_PER_HEAD) * logits // (2 * keys_and_values))
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float, float, float]:
+    """What it gives, its seconds by the wall clock and by the processor's, and the MB that it took at most."""
+    process, done = psutil.Process(), threading.Event()
+    before = peak = process.memory_info().rss
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.02):
+            peak = max(peak, process.memory_info().rss)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
     wall, cpu = time.perf_counter(), time.process_time()
     result = call()
-    return result, time.perf_counter() - wall, time.process_time() - cpu
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    done.set()
+    thread.join()
+    return result, wall, cpu, (peak - before) / 1e6
 
 
 def main() -> None:
@@ -109,7 +136,8 @@ def main() -> None:
         for prompt, texts in asked
     ]
     longest = max(max(wholes) for _, wholes in lengths)
-    batch_tokens = options.batch_size * longest
+    positions = options.batch_size * longest
+    batch_tokens = max(same_memory(model.config, positions), longest)
     least = sum(prompt + sum(whole - prompt for whole in wholes) for prompt, wholes in lengths)
     naive = sum(sum(wholes) for _, wholes in lengths)
 
@@ -117,17 +145,21 @@ def main() -> None:
     ours(model, tokenizer, asked[:1], batch_tokens)
     turns = []
     for turn in range(options.turns):
-        (mine, work), wall, cpu = timed(lambda: ours(model, tokenizer, asked, batch_tokens))
-        other, other_wall, other_cpu = timed(lambda: theirs(lm, asked))
+        (mine, work), wall, cpu, taken = timed(lambda: ours(model, tokenizer, asked, batch_tokens))
+        other, other_wall, other_cpu, other_taken = timed(lambda: theirs(lm, asked))
         apart = max(abs(a - b) for a, b in zip(mine, other, strict=True))
         turns.append({"turn": turn, "ours_s": wall, "ours_cpu_s": cpu, "lm_eval_s": other_wall,
-                      "lm_eval_cpu_s": other_cpu, "max_nats": apart})  # fmt: skip
+                      "lm_eval_cpu_s": other_cpu, "ours_mb": taken, "lm_eval_mb": other_taken,
+                      "max_nats": apart})  # fmt: skip
         print(json.dumps(turns[-1]), flush=True)
     found = {
         "items": len(asked),
         "options": OPTIONS,
         "prompt_tokens": statistics.mean(prompt for prompt, _ in lengths),
-        "batch_positions": batch_tokens,
+        "positions": batch_tokens,
+        "lm_eval_positions": positions,
+        "ours_mb": max(turn["ours_mb"] for turn in turns),
+        "lm_eval_mb": max(turn["lm_eval_mb"] for turn in turns),
         "faster_wall": statistics.median(turn["lm_eval_s"] / turn["ours_s"] for turn in turns),
         "faster_cpu": statistics.median(turn["lm_eval_cpu_s"] / turn["ours_cpu_s"] for turn in turns),
         "ours_items_per_s": len(asked) / statistics.median(turn["ours_s"] for turn in turns),
@@ -152,7 +184,8 @@ def table(found: dict[str, Any]) -> str:
             "items a turn",
             f"{found['items']} x {found['options']} options, prompts of {found['prompt_tokens']:.0f} tokens",
         ),
-        ("positions a batch", f"{found['batch_positions']}"),
+        ("positions a batch, ours and lm-eval's", f"{found['positions']} and {found['lm_eval_positions']}"),
+        ("MB above the start, ours and lm-eval's", f"{found['ours_mb']:.0f} and {found['lm_eval_mb']:.0f}"),
         ("items/s, ours", f"{found['ours_items_per_s']:.2f}"),
         ("items/s, lm-eval", f"{found['lm_eval_items_per_s']:.2f}"),
         ("ratio, wall clock", f"{found['faster_wall']:.2f}"),
