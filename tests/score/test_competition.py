@@ -72,6 +72,9 @@ def test_the_survivor_comes_first() -> None:
     acc = next(row for row in found["scorers"] if row["scorer"] == "acc")
     assert (acc["swing"]["only_first"], acc["swing"]["only_second"], acc["swing"]["num_tests"]) == (0, 1, 5)
     assert "pmi" not in ranked
+    survival = {row["scorer"]: row["survival"] for row in found["scorers"]}
+    assert survival["acc_bytes"] is None
+    assert (survival["pmi_dc"]["only_second"], survival["pmi_dc"]["n"], survival["pmi_dc"]["num_tests"]) == (1, 2, 4)
     words = summary_words(found)
     assert "1 of 2 answers lose to a distractor for being split" in words
     assert "pmi_dc survives best: right with either form in 50% of items, and in 0% the form alone decides." in words

@@ -95,7 +95,7 @@ def clustered(results: Results) -> Table | None:
     for (task,), own in () if items is None else items.sort("task").group_by("task", maintain_order=True):
         found = significance.with_error(own[f"{BASE}_correct"], own["topic"])
         if found["clusters"] and 1 < found["clusters"] < found["n"]:
-            errors = [f"± {100 * found[name]:.1f}" for name in ("stderr", "stderr_clustered")]
+            errors = [f"± {100 * (found[name] or 0):.1f}" for name in ("stderr", "stderr_clustered")]
             rows.append([str(task), text.percent(found["accuracy"]), *errors, text.count(found["clusters"]),
                          text.count(found["n"])])  # fmt: skip
     return Table(
@@ -146,20 +146,26 @@ def competing(results: Results) -> list[Table]:
     found = competition.summary(table)
     rows = [
         [row["scorer"], *(text.percent(row[view]["accuracy"]) for view in competition.VIEWS),
-         f"{text.percent(row['both']['accuracy'])} ± {100 * row['both']['stderr']:.1f}", text.count(row["turned"]),
-         f"{points(row['swing']['effect'])} (p {p_value(row['swing']['p_holm'])})", text.count(row["both"]["n"])]
+         f"{text.percent(row['both']['accuracy'])} ± {100 * (row['both']['stderr'] or 0):.1f}", text.count(row["turned"]),
+         f"{points(row['swing']['effect'])} (p {p_value(row['swing']['p_holm'])})",
+         _survival(row["survival"]), text.count(row["both"]["n"])]
         for row in found["scorers"]
     ]  # fmt: skip
     split = found["mass"]
     return [Table(
         ("Scorer", "right form alone", "rival alone", "both, one key", "both, two keys", "right with either form",
-         "form decides", "rival − right", "n"), rows, "lrrrrrrrr", caption="Surface-form competition",
+         "form decides", "rival − right",
+         f"either form, against {competition.BASE}", "n"), rows, "lrrrrrrrrr", caption="Surface-form competition",
         note="Each answer can be said in two ways. The commoner form holds "
         f"{text.percent(split['share_of_the_commoner'], 0)} of what both have in the median item, and more than ten "
         f"times the other in {split['tenfold']} of {split['n']}; "
         f"{split['costs']} answers lose to a distractor for being split. Best survivor first. p: McNemar, Holm over "
         f"{len(rows)} scorers.",
     )]  # fmt: skip
+
+
+def _survival(found: Mapping[str, Any] | None) -> str:
+    return text.NONE if found is None else f"{points(found['effect'])}, {between(found)} (p {p_value(found['p_holm'])})"
 
 
 def prompts(tasks: Mapping[str, Any]) -> Table | None:

@@ -27,6 +27,8 @@ from oneaxis.score.calibration import ITEM
 from oneaxis.score.metrics import CLOZE, accuracy, score_items
 from oneaxis.score.significance import corrected, paired
 
+BASE = "acc_bytes"
+"""The scorer whose survival the others' is held against."""
 VIEWS = ("alone", "rival_alone", "beside", "either")
 
 
@@ -105,7 +107,7 @@ def summary(table: pl.DataFrame, scorers: Sequence[str] = CLOZE, *, seed: int = 
         `scorers`: per scorer the accuracy of each view, `both` (right with either form in the list: what survives the
         wording), `turned` (right with one form, wrong with the other), `swing` (rival_alone against alone, paired) and
         `lost_beside` (beside against alone, paired: an option more can only take answers away), each corrected over
-        the scorers; in the order of who survives best.
+        the scorers; `survival` (`both` against that of BASE, paired; null for BASE); in the order of who survives best.
     """
     items, split = outcomes(table), mass(table)
     commoner = pl.max_horizontal("share", 1 - pl.col("share"))
@@ -129,8 +131,19 @@ def summary(table: pl.DataFrame, scorers: Sequence[str] = CLOZE, *, seed: int = 
         losses.append(paired(list(alone), list(own["beside"]), seed=seed))
     merged = zip(rows, corrected(swings), corrected(losses), strict=True)
     ranked = [{**row, "swing": swing, "lost_beside": lost} for row, swing, lost in merged]
+    survival = _survival(items, [row["scorer"] for row in rows], seed)
+    ranked = [{**row, "survival": survival.get(row["scorer"])} for row in ranked]
     found["scorers"] = sorted(ranked, key=lambda row: (-row["both"]["accuracy"], row["turned"], row["scorer"]))
     return found
+
+
+def _survival(items: pl.DataFrame, scorers: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
+    """Per scorer: being right with either form, against BASE on the same items; corrected over the scorers."""
+    right = items.select((pl.col(f"alone_{name}") & pl.col(f"rival_alone_{name}")).alias(name) for name in scorers)
+    others = [name for name in scorers if name != BASE and BASE in scorers]
+    pairs = [right.select(BASE, name).drop_nulls() for name in others]
+    found = corrected([paired(*(list(column) for column in pair), seed=seed) for pair in pairs])
+    return dict(zip(others, found, strict=True))
 
 
 def summary_words(found: dict[str, Any]) -> str:
