@@ -146,7 +146,8 @@ def competing(results: Results) -> list[Table]:
     found = competition.summary(table)
     rows = [
         [row["scorer"], *(text.percent(row[view]["accuracy"]) for view in competition.VIEWS),
-         f"{text.percent(row['both']['accuracy'])} ± {100 * (row['both']['stderr'] or 0):.1f}", text.count(row["turned"]),
+         f"{text.percent(row['both']['accuracy'])} ± {100 * (row['both']['stderr'] or 0):.1f}",
+         text.count(row["turned"]),
          f"{points(row['swing']['effect'])} (p {p_value(row['swing']['p_holm'])})",
          _survival(row["survival"]), text.count(row["both"]["n"])]
         for row in found["scorers"]

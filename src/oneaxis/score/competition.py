@@ -131,8 +131,8 @@ def summary(table: pl.DataFrame, scorers: Sequence[str] = CLOZE, *, seed: int = 
         losses.append(paired(list(alone), list(own["beside"]), seed=seed))
     merged = zip(rows, corrected(swings), corrected(losses), strict=True)
     ranked = [{**row, "swing": swing, "lost_beside": lost} for row, swing, lost in merged]
-    survival = _survival(items, [row["scorer"] for row in rows], seed)
-    ranked = [{**row, "survival": survival.get(row["scorer"])} for row in ranked]
+    survival = _survival(items, [str(row["scorer"]) for row in rows], seed)
+    ranked = [{**row, "survival": survival.get(str(row["scorer"]))} for row in ranked]
     found["scorers"] = sorted(ranked, key=lambda row: (-row["both"]["accuracy"], row["turned"], row["scorer"]))
     return found
 
