@@ -10,9 +10,9 @@ With L the log-probability of an option after its question:
 - letter_permuted: the option that most of the n cyclic rotations vote for, ties broken by its probability summed over
   the rotations; letter_averaged: the option with the highest mean probability over the rotations.
 
-An item may have several right answers: whichever of them is chosen is right, under every scorer. (lm-eval 0.4.13
-compares `np.argmax(...) == gold` for `acc_mutual_info`, which is never true of a list.) Where two options score alike,
-the first is chosen. The standard error is sqrt(p (1 - p) / (n - 1)), as in lm-eval.
+An item may have several right answers: whichever of them is chosen is right, under every scorer. (lm-eval 0.4.13 asks
+`np.argmax(...) == gold` for `acc_mutual_info`, and stops with a ValueError where gold is a list.) Where two options
+score alike, the first is chosen. The standard error is sqrt(p (1 - p) / (n - 1)), as in lm-eval.
 """
 
 import math
