@@ -37,6 +37,9 @@ from oneaxis.lease import Lease, Purpose, device_lease
 from oneaxis.system import sampled
 
 STATE = ".oneaxis"
+INTERRUPTED = threading.Event()
+"""Set by Ctrl-C and SIGTERM: what is raised after it is raised because of it."""
+INTERRUPTED_TEXT = "interrupted; nothing was written, and `dvc repro` starts this stage again"
 QUIET = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -111,19 +114,29 @@ def run(name: str, work: Callable[[Stage], Mapping[str, float]]) -> NoReturn:
     except (UserError, RunError) as error:
         code, message = error.exit_code, str(error)
     except KeyboardInterrupt:
-        code, message = 130, "interrupted; nothing was written, and `dvc repro` starts this stage again"
+        code, message = 130, INTERRUPTED_TEXT
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            traceback.print_exc()
-        message = f"{error.strerror}: {error.filename or root}; nothing was written"
-        if error.errno == errno.ENOSPC:
-            free = psutil.disk_usage(str(root)).free / 2**30
+        # Libraries raise OSError too, without a number or a file.
+        message = (
+            f"{error.strerror}: {error.filename or root}" if error.strerror else f"{type(error).__name__}: {error}"
+        )
+        message += "; nothing was written"
+        if INTERRUPTED.is_set():
+            code, message = 130, INTERRUPTED_TEXT
+        elif error.errno == errno.ENOSPC:
+            full = root / ARTIFACTS if (root / ARTIFACTS).is_dir() else root
+            free = psutil.disk_usage(str(full)).free / 2**30
             message = (
-                f"the disk is full ({free:.1f} GiB free at {root}); nothing was written; free space, then `dvc repro`"
+                f"the disk is full ({free:.1f} GiB free at {full}); nothing was written; free space, then `dvc repro`"
             )
+        elif error.errno not in (errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            traceback.print_exc()
     except Exception as error:
         message = _disk_full(error, root) or f"{type(error).__name__}: {error}"
-        if not _disk_full(error, root):
+        if INTERRUPTED.is_set():
+            # An import that is cut short raises what it likes.
+            code, message = 130, INTERRUPTED_TEXT
+        elif not _disk_full(error, root):
             traceback.print_exc()
     state = root / STATE
     if code:
@@ -314,6 +327,7 @@ def end_with_parent() -> None:
         # Once: a second signal must not cut short the cleaning up that the first one began.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        INTERRUPTED.set()
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)

@@ -411,3 +411,16 @@ chat = tokenizer.apply_chat_template([{"role": "user", "content": "What is the c
 ids = tokenizer(chat, return_tensors="pt")
 print(tokenizer.decode(model.generate(**ids, max_new_tokens=60, do_sample=False)[0]))
 """
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path, wrong: float) -> None:
+    from oneaxis.checkpoint.fetch import check_finite
+
+    tensors = {"a.weight": torch.ones(3, 4, dtype=torch.bfloat16), "b.weight": torch.ones(2), "ids": torch.arange(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_finite(tmp_path, "model.path=here")
+    tensors["a.weight"][1, 2] = wrong
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model.path=here: a.weight holds NaN or infinity in 1 of 12 values; allowed:"):
+        check_finite(tmp_path, "model.path=here")

@@ -108,6 +108,24 @@ def test_copies_are_paired_by_sequence(tmp_path: Path) -> None:
     assert verdict.decision == "unresolved"
 
 
+def test_equal_copies_are_no_certainty_and_nothing_where_the_suite_cannot_tell(tmp_path: Path) -> None:
+    """Tango's interval of 32 strings without a difference: z^2 / (n + z^2) on either side."""
+    write_run(tmp_path / "b", config=settings(quantize={"kind": "none", "kv": "none"}))
+    write_run(tmp_path / "c")
+    rows = [("digits", s, t, 9, True, 0.1) for s in range(8) for t in range(4)]
+    right = pl.DataFrame(rows, schema=["kind", "sequence", "task", "num_tokens", "exact", "nll"], orient="row")
+    right.write_parquet(tmp_path / "b/artifacts/calibrate/copy.parquet")
+    right.write_parquet(tmp_path / "c/artifacts/quantize/copy.parquet")
+    edit(tmp_path / "b/artifacts/calibrate.metrics.json", lambda m: m.update({"quantize/copy_exact_after": 1.0}))
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/copy_exact_after", "higher"), GATE)
+    assert (verdict.ci_low, verdict.ci_high) == pytest.approx((-3.841459 / 35.841459, 3.841459 / 35.841459), abs=1e-6)
+    told = {"discriminates": False, "why": "It cannot."}
+    (tmp_path / "c/artifacts/calibrate/copying.json").write_text(json.dumps(told), encoding="utf-8")
+    verdict = compare([tmp_path / "b"], [tmp_path / "c"], claim("quantize/copy_exact_after", "higher"), GATE)
+    assert verdict.decision == "unresolved"
+    assert "cannot tell" in verdict.reasons[0]
+
+
 def test_sequences_of_unequal_length_weigh_by_their_tokens(tmp_path: Path) -> None:
     for arm, config in (("b", settings()), ("c", settings(quantize__smooth__alpha=0.8))):
         write_run(tmp_path / arm, config=config, nll=np.linspace(0, 0.1, 12) if arm == "c" else 0.0)

@@ -211,6 +211,11 @@ def test_groups_that_do_not_divide_are_refused_before_any_work(tmp_path: Path) -
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_nothing_left_to_quantise_is_refused(base: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"leaves no linear to quantise; allowed: fewer, or quantize=none"):
+        run(base, tmp_path, int8(ignore=("re:.*",)))
+
+
 def test_quantised_policy_is_refused(base: tuple[Path, Path], tmp_path: Path) -> None:
     run(base, tmp_path, int8())
     with pytest.raises(UserError, match=r"quantised already.*allowed: an unquantised"):

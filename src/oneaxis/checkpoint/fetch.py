@@ -253,6 +253,21 @@ def _check_loads(folder: Path, name: str, *, trust_remote_code: bool) -> None:
         raise UserError(f"{name}: its tokenizer names no eos_token; allowed: one in tokenizer_config.json")
 
 
+def check_finite(folder: Path, name: str) -> None:
+    """Raises UserError: a tensor holds NaN or infinity, which would otherwise show as nonsense several stages later."""
+    import torch
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for tensor_name in file.keys():  # noqa: SIM118
+                tensor = file.get_tensor(tensor_name)
+                if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+                    wrong = int((~torch.isfinite(tensor.float())).sum())
+                    raise UserError(f"{name}: {tensor_name} holds NaN or infinity in {wrong} of {tensor.numel()} "
+                                    "values; allowed: finite weights")  # fmt: skip
+
+
 def _check_weights(folder: Path, name: str, *, trust_remote_code: bool) -> None:
     """Load the model on the meta device (no memory), so that transformers itself matches names and shapes."""
     from transformers import AutoModelForCausalLM
@@ -281,6 +296,7 @@ def _check_weights(folder: Path, name: str, *, trust_remote_code: bool) -> None:
         if bars:
             logging.enable_progress_bar()
     require_whole(name, misfits(report))
+    check_finite(folder, name)
     dtype = weights_summary(folder)["dtype"]
     if dtype not in FLOATS:
         raise UserError(f"{name}: its weights are {dtype}; allowed: float weights ({', '.join(FLOATS)})")

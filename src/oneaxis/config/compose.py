@@ -185,9 +185,14 @@ def _annotate(annotation: Any, extra: Any) -> Any:
 
 
 def _explain_validation(error: ValidationError, origin: str, prefix: str) -> str:
-    lines = []
-    for problem in error.errors(include_url=False):
-        key = _key([prefix] if prefix else [], problem["loc"])
+    lines: list[str] = []
+    problems = error.errors(include_url=False)
+    keys = [_key([prefix] if prefix else [], problem["loc"]) for problem in problems]
+    for index, (key, problem) in enumerate(zip(keys, problems, strict=True)):
+        if keys.index(key) < index and problem["type"] == "literal_error":
+            # The other branch of a union: a number, or a word.
+            lines[-1] += f", or {problem['msg'].removeprefix('Input should be ')}"
+            continue
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
             lines.append(
@@ -205,7 +210,19 @@ def _explain_validation(error: ValidationError, origin: str, prefix: str) -> str
 
 def _key(prefix: list[str], location: tuple[int | str, ...]) -> str:
     """The dotted key of a pydantic location, without the tags of unions (`train.dpo.beta` -> `train.beta`)."""
-    tags = {"wheel", "hub", "path", "random", "dpo", "none", "w8a8_int8_dynamic", "w8a8_int8_static"}
+    tags = {
+        "wheel",
+        "hub",
+        "path",
+        "random",
+        "dpo",
+        "none",
+        "w8a8_int8_dynamic",
+        "w8a8_int8_static",
+        "w4a16",
+        "w8a8_fp8",
+    }
+    tags |= {"constrained-float", "float"}
     parts = list(prefix)
     for index, part in enumerate(location):
         last = index == len(location) - 1

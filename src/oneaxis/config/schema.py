@@ -5,6 +5,7 @@
 another. Units stand in the names: `_s` seconds, `_ms` milliseconds, `_gib` GiB; `tokens` and `steps` are counts.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -271,6 +272,12 @@ class Smooth(Section):
     def _sites_once(self) -> "Smooth":
         if len(set(self.sites)) != len(self.sites):
             raise ValueError(f"sites is {self.sites}; allowed: each of qkv, o, gate_up, down at most once")
+        idle = [name for name, alpha in self.site_alpha if alpha is not None and name not in self.sites]
+        if idle:
+            raise ValueError(f"site_alpha sets {', '.join(idle)}, which sites={self.sites} does not smooth; allowed: "
+                             "null there, or the site among sites")  # fmt: skip
+        if len(set(self.grid)) != len(self.grid):
+            raise ValueError(f"grid is {self.grid}; allowed: values that differ")
         return self
 
 
@@ -302,6 +309,12 @@ class _Quantized(Section):
     def _head_stays(self) -> "_Quantized":
         if "lm_head" not in self.ignore:
             raise ValueError(f"ignore is {self.ignore}; allowed: a list that holds lm_head, which is never quantised")
+        for pattern in self.ignore:
+            try:
+                re.compile(pattern.removeprefix("re:"))
+            except re.error as error:
+                raise ValueError(f"ignore holds {pattern!r}, no regular expression: {error}; allowed: a module's "
+                                 "name, or `re:` and an expression that matches its start") from error  # fmt: skip
         return self
 
 

@@ -92,6 +92,11 @@ def weigh(kind: Kind, paired: Paired, confidence: float) -> Evidence:
                         detail=f"{gained} gained, {lost} lost")  # fmt: skip
     interval = paired_difference(one, other, confidence)
     p_t = paired_t_p(other - one)
+    if kind == "copies":
+        # The same answers twice do not prove the next one: never narrower than as many strings without a difference.
+        least = paired_share_interval(0, 0, max(paired.num_tasks, n), confidence)
+        low, high = min(interval.ci_low, effect + least[0]), max(interval.ci_high, effect + least[1])
+        return Evidence(kind, *values, effect, low, high, n, "paired t", p_t, p_t, deviation)
     if kind == "perplexity":
         # The interval is that of the log ratio; around the baseline it is one in perplexity.
         low, high = (values[0] * float(np.expm1(end)) for end in (interval.ci_low, interval.ci_high))

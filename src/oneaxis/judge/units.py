@@ -59,6 +59,8 @@ class Paired:
     baseline_value: float
     """The metric itself, as its definition says (of repetitions their mean)."""
     candidate_value: float
+    num_tasks: int = 0
+    """Of copies: the strings, several in a unit."""
 
 
 def kind_of(metric: str) -> Kind:
@@ -225,6 +227,11 @@ def _copies(baseline: Record, candidate: Record) -> Paired | Problem:
     """Share of exact copies per sequence; an arm that is not quantised copies as calibrated."""
     tables = []
     for record in (baseline, candidate):
+        told = record.results.document("calibrate", "copying.json")
+        if told and not told["discriminates"]:
+            return Problem("unresolved", "the exact-copy suite cannot tell this model from one known to be damaged: "
+                           "equal scores prove nothing", "claim another metric, or set calibrate.copying.sequences "
+                           "higher")  # fmt: skip
         stage = "quantize" if _changed(record) else "calibrate"
         table = record.results.table(stage, "copy.parquet")
         if table is None:
@@ -236,7 +243,7 @@ def _copies(baseline: Record, candidate: Record) -> Paired | Problem:
     if not same_tokens or not tables[0].select(keys).equals(tables[1].select(keys)):
         return _other_units("strings to copy")
     first, second = (_per_cluster(table, ["kind", "sequence"], "exact") for table in tables)
-    return Paired(first, second, float(first.mean()), float(second.mean()))
+    return Paired(first, second, float(first.mean()), float(second.mean()), num_tasks=tables[0].height)
 
 
 # --- items ----------------------------------------------------------------------------------------------------------

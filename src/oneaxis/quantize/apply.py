@@ -103,6 +103,7 @@ def quantize(
             "alpha": settings.smooth.alpha,
             "sites": list(settings.smooth.sites),
             "rounding": settings.rounding,
+            **_gptq_text(calibrated, settings),
             "ignore": list(settings.ignore),
             "num_quantized_linears": metrics["num_quantized_linears"],
             "stored_dtype": str(model.stored_dtype).removeprefix("torch."),
@@ -250,6 +251,9 @@ def linears_left_alone(model: Layerwise, settings: QuantizeScheme) -> list[set[s
     ignored = ignored_linears(description, settings.ignore)
     places = find_tensors(model.folder)
     widths = {name: places[f"{name}.weight"].shape[1] for name in names if name not in ignored}
+    if not widths:
+        raise UserError(f"quantize.ignore={settings.ignore}: leaves no linear to quantise; allowed: fewer, or "
+                        "quantize=none")  # fmt: skip
     check_groups(widths, settings)
     return [{name for name in description.linears(index) if description.stored_name(index, name) in ignored}
             for index in range(model.num_layers)]  # fmt: skip
@@ -496,6 +500,13 @@ def _write_layer(writer: CheckpointWriter, model: Layerwise, index: int, layer: 
             stored[name] = tensor.to(model.stored_dtype)
     for name, tensor in stored.items():
         writer.add(description.stored_name(index, name), tensor)
+
+
+def _gptq_text(calibrated: Path, settings: QuantizeScheme) -> dict[str, int]:
+    """How many calibration sequences GPTQ had: those asked for, or all there are."""
+    if settings.rounding != "gptq":
+        return {}
+    return {"gptq_sequences": min(settings.gptq.num_sequences, len(_sequences(calibrated, "calibration").token_ids_ST))}
 
 
 def _sequences(calibrated: Path, kind: str) -> Sequences:
