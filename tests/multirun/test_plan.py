@@ -61,8 +61,8 @@ def test_jobs_alternate() -> None:
         ("quantize.smooth.sites=[qkv],[qkv,o]", ["quantize.smooth.sites=[qkv]", "quantize.smooth.sites=[qkv,o]"]),
         ("score.premises.default='a, b',c", ["score.premises.default='a, b'", "score.premises.default=c"]),
         # The default first: it is the baseline.
-        ("quantize=glob(*)", ["quantize=w8a8_int8_dynamic", "quantize=none", "quantize=w8a8_int8_static"]),
-        ("quantize=glob(w8*)", ["quantize=w8a8_int8_dynamic", "quantize=w8a8_int8_static"]),
+        ("train=glob(*)", ["train=dpo", "train=dpo_tiny", "train=none"]),
+        ("quantize=glob(w8*)", ["quantize=w8a8_int8_dynamic", "quantize=w8a8_fp8", "quantize=w8a8_int8_static"]),
     ],
 )
 def test_hydras_sweeps(root: Path, override: str, values: list[str]) -> None:
@@ -96,7 +96,7 @@ def test_two_axes_are_refused_with_what_differs_and_how_to_allow_it(plan: Callab
         plan("quantize=w8a8_int8_dynamic,w8a8_int8_static", "serve.max_num_seqs=16,8")
     assert str(caught.value) == (
         "quantize=w8a8_int8_static,max_num_seqs=8 differs from quantize=w8a8_int8_dynamic,max_num_seqs=16 in 2 axes: "
-        "quantize (w8a8_int8_dynamic -> w8a8_int8_static, which moves quantize.kind, quantize.smooth.alpha); "
+        "quantize (w8a8_int8_dynamic -> w8a8_int8_static, which moves quantize.smooth.alpha, quantize.kind); "
         "serve.max_num_seqs (16 -> 8); "
         "allowed: one axis, or --combine (experiment.combine=true), which also runs each single change"
     )
@@ -150,7 +150,7 @@ def test_changes_are_points_of_their_own_and_together_with_combine(plan: Callabl
         (["load.duration_s=45,45.0"], ["the same settings as duration_s=45"]),
         (["seed=1,2", "seed=3"], ["seed=3", "given twice"]),
         (["seed=0,-1"], ["seed=-1: ", "greater than or equal to 0"]),
-        (["quantize=none,w3"], ["quantize=w3", "allowed: none, w8a8_int8_dynamic, w8a8_int8_static"]),
+        (["quantize=none,w3"], ["quantize=w3", "allowed: none, w4a16, w8a8_fp8, w8a8_int8_dynamic, w8a8_int8_static"]),
         (["quantize=w8a8_int8_dynamic,none", "quantize.smooth.alpha=0.7"], ["quantize=none: ", "no such key"]),
         (["seed=shuffle(0,1)"], ["seed=shuffle(0,1)", "the first value is the baseline"]),
         (["train.beta=interval(0,1)"], ["interval(0,1)", "choice(1,2)"]),

@@ -143,7 +143,7 @@ def test_shifted_weights_bring_back_the_outputs() -> None:
     for x, f in zip(seen.split(100), exact.split(100), strict=True):
         moments.add(x[None], f[None])
     assert moments.num_tokens == 300
-    torch.testing.assert_close(moments.hessian_II, (seen.T @ seen).double(), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(moments.hessian_II, seen.T @ seen, rtol=1e-5, atol=1e-3)
     wanted = torch.linalg.lstsq(seen.double(), exact.double() @ weight.double().T).solution.T.float()
     torch.testing.assert_close(moments.shifted(weight, 1e-9), wanted, rtol=1e-3, atol=1e-3)
     assert not wanted.allclose(weight, atol=1e-2)
