@@ -117,7 +117,7 @@ def mlflow_runs(project: Path) -> list[Any]:
 def test_kill_9_of_a_stage_leaves_no_engine_and_nothing_half_written(project: Path) -> None:
     process = start(project)
     stage = wait_until(lambda: stage_process(project, "serve"), 600)
-    wait_until(lambda: engine_runs(project), 60)
+    wait_until(lambda: engine_runs(project), 200)
     os.kill(stage, signal.SIGKILL)
     assert process.wait(timeout=60) == 1
     wait_until(lambda: left_running(project) == [], 30)
@@ -127,7 +127,7 @@ def test_kill_9_of_a_stage_leaves_no_engine_and_nothing_half_written(project: Pa
 def test_an_interrupt_in_the_load_stops_the_engine(project: Path) -> None:
     process = start(project)
     wait_until(lambda: stage_process(project, "sweep"), 300)
-    wait_until(lambda: engine_runs(project), 60)
+    wait_until(lambda: engine_runs(project), 200)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=90) == 130
     wait_until(lambda: left_running(project) == [], 30)
