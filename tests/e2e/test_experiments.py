@@ -91,7 +91,7 @@ def check_record(folder: Path, *, combined: bool) -> None:
         elif metric == "quantize/copy_exact_after":
             # A random model copies nothing, so the suite cannot tell, and says so.
             assert verdict.decision == "unresolved"
-            assert "cannot tell" in verdict.reasons[0]
+            assert any("cannot tell" in reason for reason in verdict.reasons), verdict.reasons
         else:
             assert verdict.n > 1
     assert any(plan.point(point).role == "combination" for point, _ in verdicts) == combined
