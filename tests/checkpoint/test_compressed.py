@@ -27,6 +27,11 @@ LAYERS = [
                    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 ]  # fmt: skip
 NAMES = [*LAYERS, "lm_head"]
+FUSED = [
+    [f"model.layers.{layer}.{parent}.{part}_proj" for part in parts]
+    for layer in (0, 1, 10)
+    for parent, parts in (("self_attn", "qkv"), ("mlp", ("gate", "up")))
+]
 W4A8 = {
     "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
     "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
@@ -121,7 +126,7 @@ def test_routers_stay_and_all_experts_go_together() -> None:
 
 
 def test_ignore_takes_names_and_expressions() -> None:
-    found = ignored_modules(NAMES, ["lm_head", "model.layers.1.mlp.down_proj", "re:.*layers.10.self_attn"])
+    found = ignored_modules(NAMES, ["lm_head", "model.layers.1.mlp.down_proj", "re:.*layers.10.self_attn"], FUSED)
     attention = [f"model.layers.10.self_attn.{part}_proj" for part in "qkvo"]
     assert found == {"lm_head", "model.layers.1.mlp.down_proj", *attention}
 
@@ -132,7 +137,7 @@ def test_expressions_match_at_the_start_as_in_vllm() -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 
     ignore = ["lm_head", "re:.*down_proj", "re:model.layers.1[.]", r"re:.*layers\.0\.self_attn\.[qkv]_proj$"]
-    found = ignored_modules(NAMES, ignore)
+    found = ignored_modules(NAMES, ignore, FUSED)
     mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
     fused = {name: name for name in NAMES} | {
         name.replace(shard, whole): name for name in NAMES for whole, shards in mapping.items() for shard in shards
@@ -141,13 +146,13 @@ def test_expressions_match_at_the_start_as_in_vllm() -> None:
     for engine_name, name in fused.items():
         assert should_ignore_layer(engine_name, ignore, mapping) == (name in found), engine_name
     with pytest.raises(UserError, match="'re:down_proj' matches no linear"):
-        ignored_modules(NAMES, ["re:down_proj"])
+        ignored_modules(NAMES, ["re:down_proj"], FUSED)
 
 
 @pytest.mark.parametrize("pattern", ["model.layers.0.self_attn.k_proj", "re:.*up_proj", "re:.*[qv]_proj"])
 def test_part_of_a_fused_group_is_refused(pattern: str) -> None:
     with pytest.raises(UserError, match=r"quantize\.ignore: leaves model\.layers\.0.*the engine fuses them"):
-        ignored_modules(NAMES, [pattern])
+        ignored_modules(NAMES, [pattern], FUSED)
 
 
 @pytest.mark.parametrize(
@@ -156,4 +161,4 @@ def test_part_of_a_fused_group_is_refused(pattern: str) -> None:
 )
 def test_pattern_that_cannot_be_meant_is_refused(pattern: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        ignored_modules(NAMES, [pattern])
+        ignored_modules(NAMES, [pattern], FUSED)

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from oneaxis.checkpoint.load import load_for_measuring
 from oneaxis.config.schema import QuantizeNone
 from oneaxis.errors import UserError
+from oneaxis.installed import engine_device
 from oneaxis.quantize.experts import split_experts
 from oneaxis.quantize.families import decoder
 from oneaxis.quantize.int8 import Int8Linear
 from oneaxis.quantize.kv import round_kv
 from oneaxis.quantize.linears import QuantizedLinear
-from oneaxis.serve.command import engine_device
 from tests.checkpoint.quantised import log_probabilities, write_quantised
 from tests.quantize.checkpoints import int8, scheme
 from tests.quantize.models import tiny

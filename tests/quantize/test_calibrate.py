@@ -16,7 +16,7 @@ from oneaxis.quantize.apply import quantize
 from oneaxis.quantize.calibrate import WEAK, WeakBaseline, calibrate
 from oneaxis.quantize.copying import CopyTasks, discriminates, score_copies
 from oneaxis.quantize.int8 import quantize_activation, quantize_weight, static_scale
-from oneaxis.quantize.nll import heldout_nll
+from oneaxis.quantize.nll import whole_model_nll
 from oneaxis.quantize.statistics import read_statistics
 from oneaxis.quantize.text import sequences_from_frame
 from tests.quantize.checkpoints import calibrated, int8, sizes_of, write_text
@@ -78,7 +78,7 @@ def test_held_out_text_is_measured_as_the_whole_model_measures_it(made: Calibrat
     model, _ = load_for_measuring(policy, torch.float32)
     unseen = sequences_from_frame(pl.read_parquet(out / "heldout_tokens.parquet"))
     nll = pl.read_parquet(out / "heldout_nll.parquet")
-    expected = heldout_nll(model, unseen, 4)
+    expected = whole_model_nll(model, unseen)
     assert nll.select("sequence", "position", "source").equals(expected.select("sequence", "position", "source"))
     assert nll.height == 4 * 63 == metrics["calibrate/heldout_tokens"]
     assert (nll["nll"] - expected["nll"]).abs().max() < 1e-4  # type: ignore[operator]
@@ -198,7 +198,7 @@ def test_a_quantised_policy_is_measured_as_it_is_served(made: Calibrated, tmp_pa
     texts = write_text(tmp_path / "calibration.parquet", 20, 1), write_text(tmp_path / "heldout.parquet", 10, 2)
     metrics = calibrate(policy, *texts, sizes_of(copying={"sequences": 0, "context_tokens": 128}), out)
     model, _ = load_for_measuring(policy, torch.float32)
-    expected = heldout_nll(model, sequences_from_frame(pl.read_parquet(out / "heldout_tokens.parquet")), 4)
+    expected = whole_model_nll(model, sequences_from_frame(pl.read_parquet(out / "heldout_tokens.parquet")))
     assert metrics["calibrate/nll"] == pytest.approx(expected["nll"].mean(), rel=1e-3)
     linear = model.model.layers[1].mlp.down_proj
     absmax_C = read_statistics(out / "stats.safetensors")["layers.1.down.weight_absmax"]

@@ -1,23 +1,30 @@
 """NLL and perplexity against log-softmax in float64, and their paired difference on literal numbers."""
 
 import math
+from collections.abc import Callable
 
 import polars as pl
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from oneaxis.quantize.nll import HEAD_ROWS, compare, heldout_nll, perplexity
+from oneaxis.quantize.nll import HEAD_ROWS, compare, hidden_nll, perplexity, whole_model_nll
 from oneaxis.quantize.text import Sequences
 from tests.quantize.models import tiny, token_ids
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 100])
-def test_nll_is_that_of_the_whole_model(batch_size: int) -> None:
+def from_hidden(model: PreTrainedModel, sequences: Sequences) -> pl.DataFrame:
+    hidden_STD = model.model(sequences.token_ids_ST, use_cache=False).last_hidden_state
+    return hidden_nll(model.get_output_embeddings(), hidden_STD, sequences)
+
+
+@pytest.mark.parametrize("measure", [from_hidden, whole_model_nll])
+def test_nll_is_that_of_the_whole_model(measure: Callable[[PreTrainedModel, Sequences], pl.DataFrame]) -> None:
     """Oracle: the model's own logits in float64, one sequence at a time. More positions than the head takes at once."""
     ids = token_ids(9, 100)
     assert ids.numel() > HEAD_ROWS
     sequences = Sequences(ids, torch.arange(100).expand(9, -1) // 60, ["x", "y"], num_prefix=2)
-    table = heldout_nll(tiny("qwen2"), sequences, batch_size)
+    table = measure(tiny("qwen2"), sequences)
     model = tiny("qwen2").double()
     expected = [-model(row[None]).logits[0].log_softmax(-1)[range(1, 99), row[2:]] for row in ids]
     assert table["position"].to_list() == list(range(2, 100)) * 9

@@ -12,7 +12,7 @@ from oneaxis.checkpoint.layerwise import Layerwise
 from oneaxis.checkpoint.load import load_for_measuring
 from oneaxis.config.schema import Copying
 from oneaxis.quantize.copying import CopyTasks, discriminates, make_copy_tasks, score_copies
-from oneaxis.quantize.nll import clustered_mean, heldout_nll
+from oneaxis.quantize.nll import clustered_mean, whole_model_nll
 from oneaxis.quantize.quality import (
     COPY_METRICS,
     METRICS,
@@ -47,7 +47,7 @@ def calibrated(tmp_path_factory):
     text = Sequences(token_ids_ST, source_ids_ST, ["novel", "web"], 0)
     text.frame().write_parquet(out / "heldout_tokens.parquet")
     whole, _ = load_for_measuring(policy, torch.float32)
-    heldout_nll(whole, text, 2).write_parquet(out / "heldout_nll.parquet")
+    whole_model_nll(whole, text).write_parquet(out / "heldout_nll.parquet")
     save_file({"hidden": model.run(token_ids_ST, 2)}, out / "heldout_hidden.safetensors")
     tasks = make_copy_tasks(model.tokenizer, Copying(sequences=2, context_tokens=256), 512, 0)
     scores = score_copies(model, tasks)

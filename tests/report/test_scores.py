@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from oneaxis.multirun.record import job_folder
-from oneaxis.report import scores
+from oneaxis.report import scores, text
 from oneaxis.report.records import read_multirun
 from oneaxis.report.results import Results
 from oneaxis.score.metrics import score_items
@@ -45,9 +45,9 @@ def test_pmi_that_hurts_is_said(tmp_path: Path) -> None:
     plain, turned = [0.25] * 4, [0.7, 0.1, 0.1, 0.1]
     write(tmp_path / "score", [line for place in range(30) for line in rows(
         f"i{place:02}", [0.4, 0.3, 0.2, 0.1], turned if place < 12 else plain, [0])])  # fmt: skip
-    said = scores.words(results(tmp_path))
+    said = scores.words(scores.Evidence(results(tmp_path)))
     assert said.startswith("t: PMI hurts here (−40.0 points against acc_bytes, p 0.002 by Holm over 4, n 30).")
-    table = scores.scorers_compared(results(tmp_path))
+    table = scores.scorers_compared(scores.Evidence(results(tmp_path)))
     assert table is not None
     # McNemar: 12 discordant, all one way, 2 / 2^12.
     row = next(row for row in table.rows if row[1] == "pmi_dc")
@@ -66,7 +66,7 @@ def test_items_in_topics_have_an_error_of_their_own(tmp_path: Path) -> None:
     assert table is not None
     assert table.rows == [["t", "50.0%", "± 28.9", "± 35.4", "2", "4"]]
     write(tmp_path / "score", [{**line, "topic": None} for line in lines])
-    assert scores.tables(results(tmp_path))[0].caption == "Scorers against acc_bytes"
+    assert scores.tables(scores.Evidence(results(tmp_path)))[0].caption == "Scorers against acc_bytes"
 
 
 def test_competition_is_shown_where_every_item_has_a_rival_and_only_there(tmp_path: Path) -> None:
@@ -74,14 +74,14 @@ def test_competition_is_shown_where_every_item_has_a_rival_and_only_there(tmp_pa
     rival = rows("i", [0.2, 0.3, 0.4, 0.1], [0.02, 0.3, 0.04, 0.1], [0, 2])
     again = [{**line, "item_id": "j"} for line in rival]
     write(tmp_path / "a" / "score", rival + again)
-    (table,) = scores.competing(results(tmp_path / "a"))
+    (table,) = scores.competing(scores.Evidence(results(tmp_path / "a")))
     assert table.rows[0][0] == "pmi_dc"
     acc = next(row for row in table.rows if row[0] == "acc")
     assert acc[1:7] == ["0.0%", "100.0%", "0.0%", "100.0%", "0.0% ± 0.0", "2"]
-    assert "pmi_dc survives best" in scores.words(results(tmp_path / "a"))
+    assert "pmi_dc survives best" in scores.words(scores.Evidence(results(tmp_path / "a")))
     write(tmp_path / "b" / "score", rival + rows("k", [0.5, 0.3, 0.2], [0.3] * 3, [0]))
-    assert scores.competing(results(tmp_path / "b")) == []
-    assert scores.competing(results(tmp_path / "c")) == []
+    assert scores.competing(scores.Evidence(results(tmp_path / "b"))) == []
+    assert scores.competing(scores.Evidence(results(tmp_path / "c"))) == []
 
 
 def test_every_premise_stands_with_its_accuracy_and_the_spread(tmp_path: Path) -> None:
@@ -141,4 +141,4 @@ def test_runs_of_other_items_are_named_and_not_compared(tmp_path: Path, multirun
 
 @pytest.mark.parametrize(("share", "said"), [(-0.0349, "−3.5 points"), (0.0, "0.0 points"), (0.2, "+20.0 points")])
 def test_points(share: float, said: str) -> None:
-    assert scores.points(share) == said
+    assert text.points(share) == said

@@ -27,9 +27,6 @@ FORMATS = {"none": "dense", "w8a8_int8_dynamic": "int-quantized", "w8a8_int8_sta
            "w4a16": "pack-quantized", "w8a8_fp8": "float-quantized"}  # fmt: skip
 KV_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linears that engines run as one layer, which therefore share one scheme (and one static input scale)."""
-
 ALLOWED = (
     "allowed: compressed-tensors with INT8 weights per channel and activations per token or per tensor, INT4 weights "
     "per group, FP8 weights per channel and activations per token, an FP8 KV cache with a scale per tensor"
@@ -145,13 +142,11 @@ def _says(found: Any, wanted: dict[str, Any]) -> bool:
     return isinstance(found, dict) and all(found.get(key) == value for key, value in wanted.items())
 
 
-def ignored_modules(
-    names: Iterable[str], ignore: Sequence[str], fused: Iterable[Sequence[str]] | None = None
-) -> set[str]:
+def ignored_modules(names: Iterable[str], ignore: Sequence[str], fused: Iterable[Sequence[str]]) -> set[str]:
     """Which of the linear modules `names` the patterns leave in high precision.
 
     Args:
-        fused: groups of names that are quantised together or not at all; None: q/k/v and gate/up of one parent.
+        fused: groups of names that engines run as one layer, so that they are quantised together or not at all.
 
     Raises:
         UserError: a pattern is no regular expression, matches nothing, or splits linears that engines fuse.
@@ -164,7 +159,7 @@ def ignored_modules(
             raise UserError(f"quantize.ignore: {pattern!r} matches no linear module; allowed: a module's full name, "
                             f"such as {names[0]!r}, or `re:` and an expression that matches its start")  # fmt: skip
         found |= matched
-    for group in _fused_by_name(names) if fused is None else fused:
+    for group in fused:
         kept = [name for name in group if name in found]
         if kept and len(kept) < len(group):
             raise UserError(f"quantize.ignore: leaves {_some(kept)} alone but not the rest of "
@@ -189,15 +184,6 @@ def routers_of(family: Decoder) -> list[str]:
     """The stored names of a model's linears that are never quantised."""
     return [family.stored_name(layer, name) for layer in range(family.num_layers) for site in family.sites(layer)
             for name in site.high]  # fmt: skip
-
-
-def _fused_by_name(names: Sequence[str]) -> Iterable[list[str]]:
-    present = set(names)
-    for name in names:
-        parent, _, leaf = name.rpartition(".")
-        for group in FUSED:
-            if leaf in group:
-                yield [other for part in group if (other := f"{parent}.{part}") in present]
 
 
 def _some(names: Sequence[str]) -> str:

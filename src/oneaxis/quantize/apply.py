@@ -25,25 +25,25 @@ from typing import Any
 
 import polars as pl
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from oneaxis.artifacts import read_json
 from oneaxis.checkpoint.compressed import ignored_linears, quantization_config, routers_of
-from oneaxis.checkpoint.layerwise import Hidden, Layerwise
-from oneaxis.checkpoint.tensors import find_tensors
+from oneaxis.checkpoint.layerwise import Hidden, Layerwise, kv_scale_names
+from oneaxis.checkpoint.tensors import find_tensors, read_header
 from oneaxis.checkpoint.writer import CheckpointWriter
 from oneaxis.config.schema import QuantizeFp8, QuantizeInt4, QuantizeInt8, QuantizeNone, QuantizeScheme
 from oneaxis.errors import UserError
 from oneaxis.quantize import fp8, int8
 from oneaxis.quantize.families import KINDS, Norm
 from oneaxis.quantize.gptq import Moments, gptq
-from oneaxis.quantize.kv import attention_of, kv_scale
+from oneaxis.quantize.kv import kv_scale
 from oneaxis.quantize.linears import QuantizedLinear, check_groups, linear_from, round_weight, weight_grid
 from oneaxis.quantize.quality import measure_quality
 from oneaxis.quantize.search import SEARCH_SCHEMA, layer_alphas
 from oneaxis.quantize.smooth import fold_layer, per_row, refuse_unfoldable, site_scales
-from oneaxis.quantize.statistics import static_absmax, tensor_name
+from oneaxis.quantize.statistics import read_statistics, static_absmax, tensor_name
 from oneaxis.quantize.text import Sequences, sequences_from_frame
 
 PROBE_SEQUENCES = 2
@@ -121,8 +121,7 @@ class Statistics:
         self.folder = calibrated
         last = model.num_layers - 1
         tensors = {tensor_name(last, site.name) for site in model.decoder.sites(last)}
-        with safe_open(calibrated / "stats.safetensors", framework="pt") as file:
-            names = set(file.keys())
+        names = read_header(calibrated / "stats.safetensors").keys()
         if not {f"{name}.absmax" for name in tensors} <= names or any(
             name.startswith(f"layers.{last + 1}.") for name in names
         ):
@@ -131,9 +130,8 @@ class Statistics:
 
     def layer(self, index: int, file: str = "stats") -> dict[str, Tensor]:
         """The tensors of one layer; `file` may be `samples`."""
-        with safe_open(self.folder / f"{file}.safetensors", framework="pt") as opened:
-            names = [name for name in opened.keys() if name.startswith(f"layers.{index}.")]  # noqa: SIM118
-            return {name: opened.get_tensor(name) for name in names if not name.endswith(".token_norm")}
+        tensors = read_statistics(self.folder / f"{file}.safetensors", f"layers.{index}.")
+        return {name: tensor for name, tensor in tensors.items() if not name.endswith(".token_norm")}
 
     def kv_scales(self, index: int, divisor_R: Tensor | float = 1.0) -> dict[str, Tensor]:
         """`k_scale` and `v_scale` [1] of a layer's FP8 cache.
@@ -160,10 +158,8 @@ def write_kv_only(model: Layerwise, statistics: Statistics, settings: QuantizeNo
 def _add_kv_scales(
     writer: CheckpointWriter, model: Layerwise, index: int, layer: nn.Module, scales: Mapping[str, Tensor]
 ) -> None:
-    attention = attention_of(layer)
-    name = next(name for name, module in layer.named_modules() if module is attention)
-    for scale, value_1 in scales.items():
-        writer.add(model.decoder.stored_name(index, f"{name}.{scale}"), value_1)
+    for scale, name in kv_scale_names(model.decoder, index, layer).items():
+        writer.add(name, scales[scale])
 
 
 @torch.inference_mode()
@@ -506,7 +502,7 @@ def _gptq_text(calibrated: Path, settings: QuantizeScheme) -> dict[str, int]:
     """How many calibration sequences GPTQ had: those asked for, or all there are."""
     if settings.rounding != "gptq":
         return {}
-    return {"gptq_sequences": min(settings.gptq.num_sequences, len(_sequences(calibrated, "calibration").token_ids_ST))}
+    return {"gptq_sequences": min(settings.gptq.num_sequences, read_json(calibrated / "stats.json")["num_sequences"])}
 
 
 def _sequences(calibrated: Path, kind: str) -> Sequences:

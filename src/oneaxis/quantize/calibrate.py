@@ -45,7 +45,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from oneaxis.artifacts import write_json
 from oneaxis.checkpoint.layerwise import Layerwise
@@ -56,7 +55,7 @@ from oneaxis.quantize import statistics as stats
 from oneaxis.quantize.copying import discriminates, make_copy_tasks, score_copies
 from oneaxis.quantize.families import decoder
 from oneaxis.quantize.linears import linear_from, round_weight, weight_grid
-from oneaxis.quantize.nll import HEAD_ROWS, perplexity
+from oneaxis.quantize.nll import hidden_nll, perplexity, whole_model_nll
 from oneaxis.quantize.text import Sequences, pack
 
 COPY_SEED = 20260502
@@ -191,34 +190,7 @@ def _measure_heldout(
         desc="calibrate: held-out text",
     )
     _save({"hidden": hidden_STD}, out / "heldout_hidden.safetensors")
-    return coverages, hidden_nll(model, hidden_STD, unseen)
-
-
-@torch.inference_mode()
-def hidden_nll(model: Layerwise, hidden_STD: Tensor, sequences: Sequences) -> pl.DataFrame:
-    """The table of heldout_nll.parquet from hidden states after the final norm."""
-    hidden_ND, target_N = hidden_STD[:, :-1].flatten(0, 1), sequences.token_ids_ST[:, 1:].flatten()
-    pieces = zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), strict=True)
-    return _nll_table([_nll(model.logits(piece_ND), ids_N) for piece_ND, ids_N in pieces], sequences)
-
-
-@torch.inference_mode()
-def whole_model_nll(model: PreTrainedModel, sequences: Sequences) -> pl.DataFrame:
-    """The same from the model's own logits, whatever it does to them, one sequence at a time."""
-    bar = tqdm(sequences.token_ids_ST, desc="calibrate: held-out text", unit="sequence", delay=3)
-    return _nll_table([_nll(model(ids_T[None], use_cache=False).logits[0, :-1], ids_T[1:]) for ids_T in bar], sequences)
-
-
-def _nll(logits_NV: Tensor, target_N: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits_NV.float(), target_N, reduction="none").double()
-
-
-def _nll_table(pieces: list[Tensor], sequences: Sequences) -> pl.DataFrame:
-    """From the NLL of every token but the first of each sequence, in order."""
-    nll_ST = torch.full(sequences.token_ids_ST.shape, float("nan"), dtype=torch.float64)
-    nll_ST[:, 1:] = torch.cat(pieces).view(len(nll_ST), -1)
-    table = sequences.frame().with_columns(nll=pl.Series(nll_ST.flatten().numpy()))
-    return table.filter("predicted").select("sequence", "position", "source", "nll")
+    return coverages, hidden_nll(model.logits, hidden_STD, unseen)
 
 
 class WeakBaseline(Layerwise):

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from oneaxis.config.schema import Copying
-from oneaxis.judge.statistics import paired_share_interval
+from oneaxis.judge.statistics import no_narrower_share
 from oneaxis.quantize.nll import CONFIDENCE, clustered_mean
 from oneaxis.quantize.text import leading_tokens
 
@@ -325,9 +325,7 @@ def _changes(joined: pl.DataFrame) -> dict[str, Any]:
     exact = clustered_mean(right_other - right, clusters)
     low, high = exact["ci_low"], exact["ci_high"]
     if low is not None and high is not None:
-        least = paired_share_interval(0, 0, joined.height, CONFIDENCE)
-        exact["ci_low"] = max(min(low, exact["effect"] + least[0]), -1.0)
-        exact["ci_high"] = min(max(high, exact["effect"] + least[1]), 1.0)
+        exact["ci_low"], exact["ci_high"] = no_narrower_share(exact["effect"], low, high, joined.height, CONFIDENCE)
     return {
         "num_tasks": joined.height,
         "num_sequences": len(np.unique(clusters)),

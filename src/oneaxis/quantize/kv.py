@@ -21,8 +21,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from oneaxis.errors import UserError
+from oneaxis.installed import engine_device
 from oneaxis.quantize.fp8 import FP8_MAX, to_fp8
-from oneaxis.serve.command import engine_device
 
 RoundKV = Callable[[str, Tensor], Tensor]
 """From "k" or "v" and its values [B, K, T, H] to what a cache gives back."""
@@ -71,9 +71,14 @@ def kv_rounding(scales: Mapping[str, Tensor], *, cut: bool | None = None) -> Rou
     return lambda name, x_BKTH: round_kv(x_BKTH, values[name], cut=towards_zero)
 
 
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is one that calls the attention function."""
+    return hasattr(module, "layer_idx") and hasattr(module, "head_dim")
+
+
 def attention_of(layer: nn.Module) -> nn.Module:
-    """The attention module of a decoder layer, which calls the attention function."""
-    (found,) = [module for module in layer.modules() if hasattr(module, "layer_idx") and hasattr(module, "head_dim")]
+    """The attention module of a decoder layer."""
+    (found,) = filter(is_attention, layer.modules())
     return found
 
 

@@ -5,7 +5,7 @@ hundred positions at a time, so the logits of a whole batch never exist at once.
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,39 +23,34 @@ CONFIDENCE = 0.95
 
 
 @torch.inference_mode()
-def heldout_nll(
-    model: PreTrainedModel,
-    sequences: Sequences,
-    batch_size: int,
-    watch: AbstractContextManager[Any] | None = None,
-) -> pl.DataFrame:
+def hidden_nll(logits: Callable[[Tensor], Tensor], hidden_STD: Tensor, sequences: Sequences) -> pl.DataFrame:
     """One row per predicted token: sequence i64, position i64 (of the token), source str, nll f64 (nats).
 
     Args:
-        watch: hooks to keep on the decoder while it runs.
+        logits: the output head, [N, D] -> [N, V]. hidden_STD: what it is given, after the final norm.
     """
+    hidden_ND, target_N = hidden_STD[:, :-1].flatten(0, 1), sequences.token_ids_ST[:, 1:].flatten()
+    pieces = zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), strict=True)
+    return _table([_nll(logits(piece_ND), ids_N) for piece_ND, ids_N in pieces], sequences)
+
+
+@torch.inference_mode()
+def whole_model_nll(model: PreTrainedModel, sequences: Sequences) -> pl.DataFrame:
+    """The same from the model's own logits, whatever it does to them, one sequence at a time."""
+    bar = tqdm(sequences.token_ids_ST, desc="held-out text", unit="sequence", delay=3)
+    return _table([_nll(model(ids_T[None], use_cache=False).logits[0, :-1], ids_T[1:]) for ids_T in bar], sequences)
+
+
+def _nll(logits_NV: Tensor, target_N: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits_NV.float(), target_N, reduction="none").double()
+
+
+def _table(pieces: list[Tensor], sequences: Sequences) -> pl.DataFrame:
+    """From the NLL of every token but the first of each sequence, in order."""
     nll_ST = torch.full(sequences.token_ids_ST.shape, float("nan"), dtype=torch.float64)
-    row = 0
-    total = sequences.token_ids_ST.numel()
-    with watch or nullcontext(), tqdm(total=total, unit="tok", desc="held-out NLL", delay=3) as bar:
-        for batch in sequences.token_ids_ST.split(batch_size):
-            hidden_BTD = model.model(input_ids=batch, use_cache=False).last_hidden_state
-            nll = token_nll(model, hidden_BTD[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
-            nll_ST[row : row + len(batch), 1:] = nll.view(len(batch), -1)
-            row += len(batch)
-            bar.update(batch.numel())
+    nll_ST[:, 1:] = torch.cat(pieces).view(len(nll_ST), -1)
     table = sequences.frame().with_columns(nll=pl.Series(nll_ST.flatten().numpy()))
     return table.filter("predicted").select("sequence", "position", "source", "nll")
-
-
-def token_nll(model: PreTrainedModel, hidden_ND: Tensor, target_N: Tensor) -> Tensor:
-    """-log p(target) of each of N positions, in nats, float64."""
-    head = model.get_output_embeddings()
-    pieces = [
-        torch.nn.functional.cross_entropy(head(hidden).float(), target, reduction="none").double()
-        for hidden, target in zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), strict=True)
-    ]
-    return torch.cat(pieces)
 
 
 def perplexity(table: pl.DataFrame) -> float:

@@ -111,8 +111,8 @@ def measures(results: Results) -> Table | None:
     rows.append(["KL from the policy, nats a token", "0", text.number(kl["effect"]), text.signed(kl["effect"]),
                  _between(kl, text.number), text.count(whole["n"])])  # fmt: skip
     lost = {end: None if value is None else value - 1 for end, value in same.items()}
-    rows.append(["Same most likely token", "100%", text.percent(same["effect"]), points(lost["effect"]),
-                 _between(lost, points), text.count(whole["n"])])  # fmt: skip
+    rows.append(["Same most likely token", "100%", text.percent(same["effect"]), text.points(lost["effect"]),
+                 _between(lost, text.points), text.count(whole["n"])])  # fmt: skip
     return Table(
         ("Measure", "before", "after", "change", "95% interval", "sequences"), rows, "lrrrrr",
         caption="What the model says otherwise",
@@ -139,7 +139,7 @@ def copies(results: Results) -> Table | None:
     parts |= {title: found["kinds"][kind] for kind, title in KIND_TITLES.items() if kind in found["kinds"]}
     rows = [
         [title, text.percent(part["exact_base"], 0), text.percent(part["exact_other"], 0),
-         points(part["exact"]["effect"]), _between(part["exact"], points), text.count(part["lost"]),
+         text.points(part["exact"]["effect"]), _between(part["exact"], text.points), text.count(part["lost"]),
          text.count(part["gained"]), text.count(part["num_tasks"]), text.count(part["num_sequences"])]
         for title, part in parts.items()
     ]  # fmt: skip
@@ -174,8 +174,8 @@ def copies_finding(results: Results) -> str | None:
         "; the suite cannot tell a known-weak model apart here, so this is no proof"
     )  # fmt: skip
     return (f"Exact copies: {text.percent(found['exact_base'])} to {text.percent(found['exact_other'])} of "
-            f"{text.count(found['num_tasks'])} strings ({points(found['exact']['effect'])}, "
-            f"{_interval_words(found['exact'], points)}{blind}).")  # fmt: skip
+            f"{text.count(found['num_tasks'])} strings ({text.points(found['exact']['effect'])}, "
+            f"{_interval_words(found['exact'], text.points)}{blind}).")  # fmt: skip
 
 
 def copies_row(results: Results) -> list[str] | None:
@@ -185,16 +185,8 @@ def copies_row(results: Results) -> list[str] | None:
         return None
     found = report["copies"]["all"]
     return ["Exact copies, by quantisation", text.percent(found["exact_base"]), text.percent(found["exact_other"]),
-            points(found["exact"]["effect"]), _between(found["exact"], points),
+            text.points(found["exact"]["effect"]), _between(found["exact"], text.points),
             f"{text.count(found['num_tasks'])} strings"]  # fmt: skip
-
-
-def points(share: float | None) -> str:
-    """A change of a share: −0.079 -> −7.9 points."""
-    if share is None:
-        return text.NONE
-    shown = f"{100 * share:+.1f}"
-    return f"{'0.0' if float(shown) == 0 else shown} points".replace("-", "−")
 
 
 def _between(effect: Mapping[str, float | None], show: Callable[[float | None], str]) -> str:

@@ -5,6 +5,7 @@ p-value that is corrected over the table it stands in.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,44 @@ KIND_TITLES = {"question": "the question", "premise": "the premise", "bos": "no 
                "content_free": "a text that asks nothing"}  # fmt: skip
 
 
-def tables(results: Results) -> list[Table]:
+class Evidence:
+    """What is computed from the items of a run, once for all that is said of it: bootstraps take seconds."""
+
+    def __init__(self, results: Results):
+        self.results = results
+
+    @cached_property
+    def compared(self) -> list[dict[str, Any]]:
+        """Every scorer against BASE (`significance.compare_scorers`)."""
+        items = self.results.table("score", "items_scored.parquet")
+        return [] if items is None else significance.compare_scorers(items, BASE)
+
+    @cached_property
+    def competition(self) -> dict[str, Any] | None:
+        """`competition.summary` of the tasks whose items all have a rival; None without any."""
+        items = self.results.table("score", "items_scored.parquet")
+        table = self.results.table("score", "table.parquet")
+        if items is None or table is None:
+            return None
+        parts = [part for part in table.partition_by("task", maintain_order=True) if competition.has_rivals(part)]
+        return competition.summary(pl.concat(parts)) if parts else None
+
+
+def tables(evidence: Evidence) -> list[Table]:
     """What the scoring section shows below its plot, in order."""
+    results = evidence.results
     summary = results.document("score", "summary.json") or {}
     tasks = summary.get("tasks") or {}
-    found = [premises(results, summary), letters(tasks), clustered(results), scorers_compared(results),
-             *competing(results), prompts(tasks)]  # fmt: skip
+    found = [premises(results, summary), letters(tasks), clustered(results), scorers_compared(evidence),
+             *competing(evidence), prompts(tasks)]  # fmt: skip
     return [table for table in found if table is not None and table.rows]
 
 
-def words(results: Results) -> str:
+def words(evidence: Evidence) -> str:
     """Where dividing by the premise hurts or does nothing, and what surface forms cost; empty without items."""
-    said = significance.pmi_words(_compared(results))
-    table = _rivals(results)
-    if table is not None:
-        said.append(competition.summary_words(competition.summary(table)))
+    said = significance.pmi_words(evidence.compared)
+    if evidence.competition is not None:
+        said.append(competition.summary_words(evidence.competition))
     return " ".join(said)
 
 
@@ -104,13 +128,14 @@ def clustered(results: Results) -> Table | None:
     )  # fmt: skip
 
 
-def scorers_compared(results: Results) -> Table | None:
+def scorers_compared(evidence: Evidence) -> Table | None:
     """Every scorer against BASE, item by item."""
-    found = _compared(results)
+    found = evidence.compared
     if not found:
         return None
     rows = [
-        [row["task"], row["second"], points(row["effect"]), between(row), f"{row['only_second']} / {row['only_first']}",
+        [row["task"], row["second"], text.points(row["effect"]), between(row),
+         f"{row['only_second']} / {row['only_first']}",
          p_value(row["p_value"]), p_value(row["p_holm"]), text.count(row["n"])]
         for row in found
     ]  # fmt: skip
@@ -138,17 +163,16 @@ def how(found: Sequence[Mapping[str, Any]]) -> str:
     return " ".join(said)
 
 
-def competing(results: Results) -> list[Table]:
+def competing(evidence: Evidence) -> list[Table]:
     """Surface-form competition, where every item scored has a rival."""
-    table = _rivals(results)
-    if table is None:
+    found = evidence.competition
+    if found is None:
         return []
-    found = competition.summary(table)
     rows = [
         [row["scorer"], *(text.percent(row[view]["accuracy"]) for view in competition.VIEWS),
          f"{text.percent(row['both']['accuracy'])} ± {100 * (row['both']['stderr'] or 0):.1f}",
          text.count(row["turned"]),
-         f"{points(row['swing']['effect'])} (p {p_value(row['swing']['p_holm'])})",
+         f"{text.points(row['swing']['effect'])} (p {p_value(row['swing']['p_holm'])})",
          _survival(row["survival"]), text.count(row["both"]["n"])]
         for row in found["scorers"]
     ]  # fmt: skip
@@ -166,7 +190,11 @@ def competing(results: Results) -> list[Table]:
 
 
 def _survival(found: Mapping[str, Any] | None) -> str:
-    return text.NONE if found is None else f"{points(found['effect'])}, {between(found)} (p {p_value(found['p_holm'])})"
+    return (
+        text.NONE
+        if found is None
+        else f"{text.points(found['effect'])}, {between(found)} (p {p_value(found['p_holm'])})"
+    )
 
 
 def prompts(tasks: Mapping[str, Any]) -> Table | None:
@@ -178,20 +206,6 @@ def prompts(tasks: Mapping[str, Any]) -> Table | None:
     ]
     return Table(("Task", "after", "prompt", "first continuation"), rows, "llww", caption="What the model reads",
                  folded=True)  # fmt: skip
-
-
-def _compared(results: Results) -> list[dict[str, Any]]:
-    items = results.table("score", "items_scored.parquet")
-    return [] if items is None else significance.compare_scorers(items, BASE)
-
-
-def _rivals(results: Results) -> pl.DataFrame | None:
-    """The rows of tasks whose items all have a rival."""
-    items, table = results.table("score", "items_scored.parquet"), results.table("score", "table.parquet")
-    if items is None or table is None:
-        return None
-    parts = [part for part in table.partition_by("task", maintain_order=True) if competition.has_rivals(part)]
-    return pl.concat(parts) if parts else None
 
 
 # --- between the points of a multirun -------------------------------------------------------------------------
@@ -242,7 +256,7 @@ def between_points(folder: Path, multirun: Multirun) -> list[Table]:
 
 def _flip_table(found: Sequence[Mapping[str, Any]], unlike: Sequence[str]) -> Table:
     rows = [
-        [row["point"], row["task"], row["scorer"], points(row["effect"]), between(row), text.count(row["lost"]),
+        [row["point"], row["task"], row["scorer"], text.points(row["effect"]), between(row), text.count(row["lost"]),
          text.count(row["gained"]), text.count(row["moved"]), p_value(row["p_value"]), p_value(row["p_holm"]),
          text.count(row["n"])]
         for row in found
@@ -286,15 +300,9 @@ def _scored(folder: Path, multirun: Multirun, point: str) -> tuple[pl.DataFrame,
 # --- cells ----------------------------------------------------------------------------------------------------
 
 
-def points(share: float) -> str:
-    """A difference of shares: −3.5 points."""
-    shown = f"{100 * share:+.1f}".replace("-", "−")
-    return f"{shown[1:] if float(100 * share) == 0 else shown} points"
-
-
 def between(row: Mapping[str, Any]) -> str:
     """An interval in points."""
-    return f"{points(row['low']).removesuffix(' points')} to {points(row['high'])}"
+    return f"{text.points(row['low']).removesuffix(' points')} to {text.points(row['high'])}"
 
 
 def p_value(p: float) -> str:

@@ -304,8 +304,9 @@ def scoring(results: Results) -> Section:
         if (found := facts["scorers"].get(name))
     ]
     section.plots.append(plots.accuracies(rows, _chance(results)))
-    section.tables += scores.tables(results)
-    section.lead = " ".join(filter(None, (section.lead, scores.words(results))))
+    evidence = scores.Evidence(results)
+    section.tables += scores.tables(evidence)
+    section.lead = " ".join(filter(None, (section.lead, scores.words(evidence))))
     return section
 
 

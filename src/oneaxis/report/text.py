@@ -31,6 +31,14 @@ def signed_percent(share: float | None, places: int = 1) -> str:
     return f"+{text}" if share is not None and share > 0 and text != NONE else text
 
 
+def points(share: float | None) -> str:
+    """A change of a share: −0.079 -> −7.9 points."""
+    if share is None:
+        return NONE
+    shown = f"{100 * share:+.1f}"
+    return f"{'0.0' if float(shown) == 0 else shown} points".replace("-", "−")
+
+
 def milliseconds(value: float | None) -> str:
     """Whole milliseconds from 10 on, one place below; the unit stands in the column's head."""
     if value is None or not math.isfinite(value):

@@ -15,9 +15,9 @@ import numpy as np
 import polars as pl
 
 from oneaxis.errors import UserError
-from oneaxis.judge.statistics import holm
 from oneaxis.score.calibration import ITEM
 from oneaxis.score.metrics import CLOZE, option_scores
+from oneaxis.score.significance import corrected
 
 PERMUTATIONS = 2_000
 NUMBERS = ("prompt_tokens", "answer_bytes", "margin")
@@ -104,8 +104,7 @@ def shared(flipped: pl.DataFrame, known: pl.DataFrame, *, seed: int = 0) -> list
             levels = own.group_by("value").agg(pl.len().alias("n"), pl.col("flipped").sum()).sort("value")
             shown = {str(value): {"n": n, "flipped": count} for value, n, count in levels.iter_rows()}
             rows.append({**facts, "levels": shown, "p_value": kind_test(own["value"].to_list(), moved, seed)})
-    adjusted = holm([row["p_value"] for row in rows])
-    return [{**row, "p_holm": p, "num_tests": len(rows)} for row, p in zip(rows, adjusted, strict=True)]
+    return corrected(rows)
 
 
 def rank_test(values: np.ndarray, flipped: np.ndarray, seed: int) -> float:

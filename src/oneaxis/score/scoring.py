@@ -28,6 +28,7 @@ import polars as pl
 from oneaxis.artifacts import read_json, sha256_file
 from oneaxis.config.schema import Score, Serve
 from oneaxis.errors import UserError
+from oneaxis.installed import engine_device
 from oneaxis.score.boundary import Encoded, Target, chat_renderer, encode_contexts, start_token, text_encoder
 from oneaxis.score.contexts import Context, Item, Wording, all_contexts, usable
 from oneaxis.score.metrics import flat_metrics, score_items, scorer_label, summarise
@@ -376,7 +377,6 @@ def _transformers(checkpoint: Path, settings: Score, observed: dict[str, Any]) -
 def _vllm(checkpoint: Path, settings: Score, serve: Serve, log: Path, observed: dict[str, Any]) -> Iterator[Engine]:
     from oneaxis.score.remote import log_probabilities
     from oneaxis.serve import running_engine
-    from oneaxis.serve.command import engine_device
     from oneaxis.serve.preflight import cautions, cpu_flags
 
     on_cpu = engine_device() == "cpu"

