@@ -4,8 +4,8 @@
 
 Both score the same texts with the same weights in one process, in turns, with the same memory for a batch: lm-eval
 holds `batch_size` whole sequences with logits and log-probabilities over the vocabulary at every position; ours holds
-keys and values instead (those of a prefix and of its branches' copies), and logits of 256 positions. What each turn
-takes above the start, by the process's resident memory, is measured and shown. Each time includes the tokenizer. A turn
+what one layer computes at each of its positions, and logits of 256 of them. What each turn takes above the start, by
+the process's resident memory, is measured and shown. Each time includes the tokenizer. A turn
 is timed by the wall clock and by the processor's: on a machine with other work the second is the one to read. To hold:
 3 times the items per second, and tokens (padding too) within 10% of the least possible, P + k o of each item with k
 options of o tokens after a prompt of P. Log-probabilities of both are compared.
@@ -84,9 +84,8 @@ def same_memory(config: Any, positions: int) -> int:
     from oneaxis.score.local import ROWS_PER_HEAD
 
     logits = 2 * 4 * config.vocab_size
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    keys_and_values = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-    return int((positions - ROWS_PER_HEAD) * logits // (2 * keys_and_values))
+    layer = 4 * (8 * config.hidden_size + 4 * config.intermediate_size)
+    return int((positions - ROWS_PER_HEAD) * logits // layer)
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float, float, float]:

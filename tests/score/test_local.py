@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from oneaxis.errors import UserError
 from oneaxis.quantize.int8 import Int8Linear, quantize_weight
 from oneaxis.score.boundary import Target
-from oneaxis.score.local import log_probabilities
+from oneaxis.score.local import ROW_TOKENS, check_head, log_probabilities
+from tests.quantize.models import MODELS, split, tiny
 
 TOLERANCE = 5e-5
 """Nats: what float32 agrees to between one at a time, batched and with a shared prefix."""
@@ -85,13 +94,49 @@ def test_a_sliding_window_sees_the_prefix_at_its_true_distance() -> None:
         assert values == pytest.approx(naive(model, target), abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("family", [family for family in MODELS if family != "gemma2"])
+@pytest.mark.parametrize("sliding_window", [8, 4096])
+def test_every_known_family_sees_its_prefix_and_nothing_of_other_branches(family: str, sliding_window: int) -> None:
+    more = {"sliding_window": sliding_window} if "sliding_window" in MODELS[family][1]().to_dict() else {}
+    model = tiny(family, **more)
+    split(model)  # The joined experts do not multiply float64.
+    targets = random_targets(8, vocabulary=90)
+    scored, work = log_probabilities(model, targets, 512)
+    shared = getattr(model.config, "sliding_window", None) != 8
+    assert (work.tokens < work.naive_tokens / 2) == shared
+    for target, values in zip(targets, scored, strict=True):
+        assert values == pytest.approx(naive(model, target), abs=2e-3)
+
+
+def test_a_model_of_another_family_has_a_row_for_each_sequence() -> None:
+    """BLOOM adds its positions to the mask, which it must make itself."""
+    torch.manual_seed(0)
+    model = BloomForCausalLM(BloomConfig(vocab_size=400, hidden_size=64, n_layer=2, n_head=4)).eval()
+    targets = random_targets(9)
+    scored, _ = log_probabilities(model, targets, 512)
+    for target, values in zip(targets, scored, strict=True):
+        assert values == pytest.approx(naive(model, target), abs=TOLERANCE)
+
+
+def test_a_group_of_many_branches_goes_on_in_further_rows(llama: LlamaForCausalLM) -> None:
+    """A premise of 5 tokens before 600 endings of 2 that are read: 2.4 rows of 512 with the premise in each."""
+    draw = random.Random(10)
+    pairs = draw.sample([(a, b) for a in range(400) for b in range(400)], 600)
+    targets = [Target("premise", (1, 2, 3, 4, 5, *pair, draw.randrange(400)), 5) for pair in pairs]
+    scored, work = log_probabilities(llama, targets, 100_000)
+    assert work.tokens == 3 * 5 + 600 * 2
+    assert work.padded_tokens <= 3 * ROW_TOKENS
+    for index in draw.sample(range(600), 20):
+        assert scored[index] == pytest.approx(naive(llama, targets[index]), abs=TOLERANCE)
+
+
 def test_a_model_that_changes_its_logits_after_the_head_is_refused() -> None:
     torch.manual_seed(0)
     config = Gemma2Config(vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,
                           num_attention_heads=4, num_key_value_heads=2, final_logit_softcapping=0.5)  # fmt: skip
     model = Gemma2ForCausalLM(config).eval()
     with pytest.raises(UserError, match="Gemma2ForCausalLM changes its logits after lm_head; allowed: vllm"):
-        log_probabilities(model, random_targets(4), 512)
+        check_head(model)
 
 
 def test_a_shared_prompt_is_computed_once_and_single_tokens_cost_nothing(llama: LlamaForCausalLM) -> None:

@@ -1,28 +1,37 @@
 """Log-probabilities of continuations by a model in this process, each shared prefix computed once.
 
-Sequences of one group (an item's options, the rotations of its letters) begin alike. Their common prefix runs through
-the model once and leaves its keys and values; the rest of each sequence then runs as a branch on a copy of them.
-Equal inputs run once: options of one token need no branch at all, since the prefix's last position scores them all.
-The unembedding is applied at scored positions only, and log_softmax is taken in float32.
+Sequences of one group (an item's options, the rotations of its letters) begin alike. Their common prefix and, behind
+it, the rest of each sequence lie in one row of a batch: a branch sees the prefix and itself, not the other branches,
+and its positions go on from the prefix. Equal inputs run once: options of one token need no branch at all, since the
+prefix's last position scores them all. The unembedding is applied at scored positions only, and log_softmax is taken
+in float32.
 
-Letters of shapes: G groups, B branches, P prefix tokens, S suffix tokens, H hidden size, N positions, V vocabulary.
+Models whose families `oneaxis.quantize.families` does not know may read masks in ways of their own (ALiBi), and a
+window of attention counts places in a row: for those, and for rows longer than the window, each sequence has its own
+row, as it would have alone.
+
+Letters of shapes: R rows, T tokens of a row, H hidden size, N positions, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import DynamicCache
 
 from oneaxis.errors import UserError
+from oneaxis.quantize.families import FAMILIES
 from oneaxis.score.boundary import Target, common_prefix
 
 ROWS_PER_HEAD = 256
 """Positions unembedded at once: a row of the vocabulary is 192 KiB in float32 at 49,152 tokens."""
 PADDING_FREE = 16
 """Tokens of padding in a pass that cost less than another pass."""
+ROW_TOKENS = 512
+"""A group goes on in another row beyond this length, or beyond `ROW_PREFIXES` times its prefix, whatever is more:
+attention grows with the square of the length, and each further row computes the prefix again."""
+ROW_PREFIXES = 4
 
 
 @dataclass
@@ -34,11 +43,17 @@ class Branch:
 
 
 @dataclass
-class Group:
-    """Branches and the length of the prefix that they share."""
+class Row:
+    """Branches that share a prefix, in one row: the prefix, then the rest of each."""
 
-    branches: list[Branch]
     prefix: int
+    branches: list[Branch] = field(default_factory=list)
+    length: int = 0
+
+    def add(self, branch: Branch) -> None:
+        """Put another branch behind those that are there."""
+        self.length += len(branch.ids) - (self.prefix if self.branches else 0)
+        self.branches.append(branch)
 
 
 @dataclass
@@ -56,145 +71,131 @@ def log_probabilities(
     """Log-probability of every token of every target from its start on, given all tokens before it.
 
     Args:
-        model: a causal language model of transformers with a key-value cache.
+        model: a causal language model of transformers that `check_head` accepts.
         targets: what to score; `0 < start < len(ids)`.
         batch_tokens: positions held in one pass, padding and shared prefixes included.
-        pad_id: any valid token id; padding is masked.
+        pad_id: any valid token id; what stands there is never seen.
 
     Returns:
         Per target its log-probabilities in nats, and the tokens computed.
     """
-    groups = _group(targets)
     work = Work(naive_tokens=sum(len(target.ids) - 1 for target in targets))
     results: list[list[float]] = [[0.0] * (len(target.ids) - target.start) for target in targets]
-    head = model.get_output_embeddings()
+    rows = sorted(_rows(targets, batch_tokens, _longest_shared(model)), key=lambda row: -row.length)
     with torch.inference_mode(), tqdm(total=len(targets), desc="score", unit="option") as progress:
-        _check_head(model, head, targets[0].ids)
-        for batch in _batches(groups, lambda group: group.prefix, batch_tokens):
-            _score_batch(model, head, batch, targets, results, batch_tokens, pad_id, work)
-            progress.update(sum(len(branch.targets) for group in batch for branch in group.branches))
+        for batch in _batches(rows, batch_tokens):
+            _score_batch(model, batch, targets, results, pad_id)
+            work.tokens += sum(row.length for row in batch)
+            work.padded_tokens += len(batch) * batch[0].length
+            progress.update(sum(len(branch.targets) for row in batch for branch in row.branches))
     return results, work
 
 
-def _group(targets: Sequence[Target]) -> list[Group]:
-    """Targets by group and first token (so that each group shares one token at least), longest prefix first."""
+def check_head(model: Any) -> None:
+    """The unembedding of the last hidden state must be the model's logits: some models scale or cap them after it.
+
+    Raises:
+        UserError: it is not.
+    """
+    sample = torch.arange(8, device=model.device)[None]
+    with torch.inference_mode():
+        logits = model(input_ids=sample, use_cache=False).logits.float()
+        hidden = model.base_model(input_ids=sample, use_cache=False).last_hidden_state
+        ours = model.get_output_embeddings()(hidden).float()
+    if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3, equal_nan=True):
+        raise UserError(
+            f"score.engine='transformers': {type(model).__name__} changes its logits after lm_head; allowed: vllm"
+        )
+
+
+def _longest_shared(model: Any) -> int:
+    """The longest row in which branches may share a prefix; 0: none may."""
+    config = model.config.get_text_config()
+    if config.model_type not in FAMILIES:
+        return 0
+    return getattr(config, "sliding_window", None) or 2**31
+
+
+def _rows(targets: Sequence[Target], batch_tokens: int, longest_shared: int) -> Iterator[Row]:
+    """Targets by group and first token, so that what shares a row has one token at least in common."""
     inputs: dict[tuple[str, int], dict[tuple[int, ...], Branch]] = {}
     for index, target in enumerate(targets):
         assert 0 < target.start < len(target.ids)
         branches = inputs.setdefault((target.group, target.ids[0]), {})
         ids = target.ids[:-1]
         branches.setdefault(ids, Branch(ids)).targets.append(index)
-    groups = [
-        Group(list(branches.values()), common_prefix([branch.ids for branch in branches.values()]))
-        for branches in inputs.values()
-    ]
-    return sorted(groups, key=lambda group: -group.prefix)
+    for branches in inputs.values():
+        prefix = common_prefix([branch.ids for branch in branches.values()])
+        most = min(batch_tokens, max(ROW_TOKENS, ROW_PREFIXES * prefix), longest_shared)
+        row = Row(prefix)
+        # The shortest first: one that is all prefix begins a row, and costs nothing there.
+        for branch in sorted(branches.values(), key=lambda branch: len(branch.ids)):
+            if row.branches and row.length + len(branch.ids) - prefix > most:
+                yield row
+                row = Row(prefix)
+            row.add(branch)
+        yield row
 
 
-def _batches(items: Sequence[Any], length: Callable[[Any], int], budget: int, held: int = 0) -> Iterator[list[Any]]:
-    """Runs of items, longest first, that are padded to one length: one item at least.
+def _batches(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
+    """Runs of rows, longest first, that are padded to one length: one row at least.
 
-    A run ends before its size, count x (held + longest), exceeds the budget, or before more than a tenth of it (and
-    more than PADDING_FREE tokens) would be padding. `held` is what each item holds besides its own length.
+    A run ends before its size, count x longest, exceeds the budget, or before more than a tenth of it (and more than
+    PADDING_FREE tokens) would be padding.
     """
-    batch: list[Any] = []
+    batch: list[Row] = []
     padding = 0
-    for item in items:
-        added = length(batch[0]) - length(item) if batch else 0
-        size = (len(batch) + 1) * (held + length(batch[0] if batch else item))
-        computed = (len(batch) + 1) * length(batch[0] if batch else item)
-        if batch and (size > budget or padding + added > max(PADDING_FREE, computed // 10)):
+    for row in rows:
+        added = batch[0].length - row.length if batch else 0
+        size = (len(batch) + 1) * (batch[0] if batch else row).length
+        if batch and (size > budget or padding + added > max(PADDING_FREE, size // 10)):
             yield batch
             batch, padding, added = [], 0, 0
-        batch.append(item)
+        batch.append(row)
         padding += added
     if batch:
         yield batch
 
 
 def _score_batch(
-    model: Any,
-    head: Any,
-    groups: Sequence[Group],
-    targets: Sequence[Target],
-    results: list[list[float]],
-    batch_tokens: int,
-    pad_id: int,
-    work: Work,
+    model: Any, rows: Sequence[Row], targets: Sequence[Target], results: list[list[float]], pad_id: int
 ) -> None:
-    """Run the prefixes of some groups, then their branches, and fill `results`."""
-    device = model.device
-    # Prefixes are padded on the left: their last tokens stand next to the branches', as a sliding window needs it.
-    longest = max(group.prefix for group in groups)
-    lengths_G = torch.tensor([group.prefix for group in groups])
-    ids_GP = torch.full((len(groups), longest), pad_id)
-    for row, group in enumerate(groups):
-        ids_GP[row, longest - group.prefix :] = torch.tensor(group.branches[0].ids[: group.prefix])
-    offsets_P = torch.arange(longest) - (longest - lengths_G)[:, None]
-    mask_GP = (offsets_P >= 0).long()
-    cache = DynamicCache()
-    hidden_GPH = model.base_model(
-        input_ids=ids_GP.to(device),
-        attention_mask=mask_GP.to(device),
-        position_ids=offsets_P.clamp(min=0).to(device),
-        past_key_values=cache,
-        use_cache=True,
-    ).last_hidden_state
-    work.tokens += int(lengths_G.sum())
-    work.padded_tokens += ids_GP.numel()
-    if cache.get_seq_length() != longest:
-        raise UserError(
-            f"score.engine='transformers': {type(model).__name__} keeps no key-value cache of its prefix; allowed: vllm"
-        )
-
+    """Run some rows, the longest first, and fill `results`."""
+    shape = (len(rows), rows[0].length)
+    ids_RT = torch.full(shape, pad_id)
+    positions_RT = torch.arange(shape[1]).repeat(len(rows), 1)
+    owner_RT = torch.full(shape, -1)
     wanted: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for row, group in enumerate(groups):
-        for branch in group.branches:
+    for r, row in enumerate(rows):
+        prefix, end = row.prefix, row.prefix
+        ids_RT[r, :prefix] = torch.tensor(row.branches[0].ids[:prefix])
+        owner_RT[r, :prefix] = 0
+        for number, branch in enumerate(row.branches, start=1):
+            start, end = end, end + len(branch.ids) - prefix
+            ids_RT[r, start:end] = torch.tensor(branch.ids[prefix:])
+            positions_RT[r, start:end] = torch.arange(prefix, len(branch.ids))
+            owner_RT[r, start:end] = number
             for index in branch.targets:
-                for place in range(targets[index].start, group.prefix + 1):
-                    position = longest - group.prefix + place - 1
-                    wanted.setdefault((row, position), []).append((index, place))
-    _unembed(head, hidden_GPH, wanted, targets, results)
-
-    branches = [
-        (row, group.prefix, branch)
-        for row, group in enumerate(groups)
-        for branch in group.branches
-        if len(branch.ids) > group.prefix
-    ]
-    branches.sort(key=lambda entry: entry[1] - len(entry[2].ids))
-    for chunk in _batches(branches, lambda entry: len(entry[2].ids) - entry[1], batch_tokens, held=longest):
-        rows_B = torch.tensor([row for row, _, _ in chunk])
-        width = max(len(branch.ids) - prefix for _, prefix, branch in chunk)
-        ids_BS = torch.full((len(chunk), width), pad_id)
-        mask_BS = torch.zeros((len(chunk), width), dtype=torch.long)
-        for place, (_, prefix, branch) in enumerate(chunk):
-            suffix = branch.ids[prefix:]
-            ids_BS[place, : len(suffix)] = torch.tensor(suffix)
-            mask_BS[place, : len(suffix)] = 1
-        hidden_BSH = model.base_model(
-            input_ids=ids_BS.to(device),
-            attention_mask=torch.cat([mask_GP[rows_B], mask_BS], dim=1).to(device),
-            position_ids=(lengths_G[rows_B][:, None] + torch.arange(width)).to(device),
-            past_key_values=_select(cache, rows_B.to(device)),
-            use_cache=True,
-        ).last_hidden_state
-        work.tokens += int(mask_BS.sum())
-        work.padded_tokens += ids_BS.numel()
-        wanted = {}
-        for place, (_, prefix, branch) in enumerate(chunk):
-            for index in branch.targets:
-                for scored in range(max(targets[index].start, prefix + 1), len(branch.ids) + 1):
-                    wanted.setdefault((place, scored - 1 - prefix), []).append((index, scored))
-        _unembed(head, hidden_BSH, wanted, targets, results)
+                for place in range(targets[index].start, len(branch.ids) + 1):
+                    read = place - 1 if place <= prefix else start + place - 1 - prefix
+                    wanted.setdefault((r, read), []).append((index, place))
+    inputs = {"input_ids": ids_RT}
+    # Where no row has branches beside each other, causal attention is all: padding stands behind what is read.
+    if any(sum(len(branch.ids) > row.prefix for branch in row.branches) > 1 for row in rows):
+        inputs |= {"position_ids": positions_RT, "attention_mask": _mask(owner_RT, model)}
+    hidden_RTH = model.base_model(
+        **{name: tensor.to(model.device) for name, tensor in inputs.items()}, use_cache=False
+    ).last_hidden_state
+    _unembed(model.get_output_embeddings(), hidden_RTH, wanted, targets, results)
 
 
-def _select(cache: DynamicCache, rows_B: torch.Tensor) -> DynamicCache:
-    """A cache of its own for each branch, copied from its group's row."""
-    selected = DynamicCache()
-    for layer, kept in enumerate(cache.layers):
-        selected.update(kept.keys[rows_B], kept.values[rows_B], layer)
-    return selected
+def _mask(owner_RT: torch.Tensor, model: Any) -> torch.Tensor:
+    """[R, 1, T, T], True where a token sees another: before it, and of the prefix (owner 0) or of the same owner."""
+    causal_TT = torch.ones(owner_RT.shape[1], owner_RT.shape[1], dtype=torch.bool).tril()
+    seen_RTT = causal_TT & ((owner_RT[:, None] == 0) | (owner_RT[:, None] == owner_RT[:, :, None]))
+    if model.config._attn_implementation == "eager":  # adds the mask
+        seen_RTT = torch.zeros(seen_RTT.shape, dtype=model.dtype).masked_fill_(~seen_RTT, torch.finfo(model.dtype).min)
+    return seen_RTT[:, None]
 
 
 def _unembed(
@@ -215,14 +216,3 @@ def _unembed(
         picked = logprobs_NV[torch.tensor([row for row, _, _ in places], device=hidden.device), tokens].tolist()
         for (_, index, place), value in zip(places, picked, strict=True):
             results[index][place - targets[index].start] = value
-
-
-def _check_head(model: Any, head: Any, ids: tuple[int, ...]) -> None:
-    """The unembedding of the last hidden state must be the model's logits: some models scale or cap them after it."""
-    sample = torch.tensor([ids[:8]], device=model.device)
-    logits = model(input_ids=sample, use_cache=False).logits.float()
-    ours = head(model.base_model(input_ids=sample, use_cache=False).last_hidden_state).float()
-    if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3, equal_nan=True):
-        raise UserError(
-            f"score.engine='transformers': {type(model).__name__} changes its logits after lm_head; allowed: vllm"
-        )

@@ -340,10 +340,11 @@ def _transformers(checkpoint: Path, settings: Score, observed: dict[str, Any]) -
     import torch
 
     from oneaxis.checkpoint.load import load_for_measuring
-    from oneaxis.score.local import log_probabilities
+    from oneaxis.score.local import check_head, log_probabilities
 
     started = time.monotonic()
     model, _ = load_for_measuring(checkpoint, getattr(torch, settings.dtype))
+    check_head(model)
     seen = {"load_s": round(time.monotonic() - started, 3), "score_s": 0.0, "tokens_computed": 0, "tokens_padded": 0,
             "tokens_naive": 0}  # fmt: skip
     observed["score"] = seen
