@@ -8,6 +8,9 @@ import pytest
 from oneaxis.stage import QUIET
 
 os.environ.update(QUIET)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Each worker takes a core of its own: with all cores each, their threads wait for each other in turns.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 
