@@ -178,6 +178,10 @@ def test_changes_are_points_of_their_own_and_together_with_combine(plan: Callabl
         # What would run for nothing.
         (["serve.max_num_seqs=1,2", "experiment.targets=[quantize]"],
          ["no stage that runs reads serve.max_num_seqs", "serve, sweep, score"]),
+        (["quantize=w4a16", "quantize.smooth.alpha=0.5,0.8"],
+         ["quantize.smooth.alpha does nothing with quantize.smooth.sites=[]"]),
+        (["quantize.gptq.damping=0.1,0.2"], ["quantize.gptq.damping does nothing with quantize.rounding=rtn"]),
+        (["quantize.smooth.grid=[0.5],[0.7]"], ["quantize.smooth.grid does nothing with quantize.smooth.alpha=0.5"]),
         (["seed=0,1", "experiment.targets=[quantize]", "experiment.repetitions=2"],
          ["experiment.repetitions=2", "nothing that is timed runs"]),
         # Claims on what will not be measured.

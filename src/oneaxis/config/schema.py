@@ -317,6 +317,18 @@ class _Quantized(Section):
                                  "name, or `re:` and an expression that matches its start") from error  # fmt: skip
         return self
 
+    def idle(self) -> dict[str, str]:
+        """Settings that change nothing beside the others, by their names under `quantize`: the setting to blame."""
+        smooth, found = self.smooth, {}
+        searched = smooth.sites and (smooth.alpha == "auto" or any(alpha == "auto" for _, alpha in smooth.site_alpha))
+        if not searched:
+            found["smooth.grid"] = f"smooth.alpha={smooth.alpha}"
+        if not smooth.sites:
+            found |= dict.fromkeys(("smooth.alpha", "smooth.grid", "smooth.formula"), "smooth.sites=[]")
+        if self.rounding != "gptq":
+            found |= {f"gptq.{name}": f"rounding={self.rounding}" for name in Gptq.model_fields}
+        return found
+
 
 class QuantizeNone(Section):
     """No quantisation of weights: the policy is served as it is, with `kv: none` without a copy."""

@@ -25,6 +25,7 @@ from oneaxis.artifacts import ARTIFACTS
 from oneaxis.config import STAGE_SECTIONS, Config, derived_paths
 from oneaxis.config.axes import GROUPS_NOT_AXES, differences, group_overrides, is_no_axis, same, settings
 from oneaxis.config.compose import Composed, compose_all
+from oneaxis.config.schema import QuantizeNone
 from oneaxis.errors import UserError
 from oneaxis.multirun.metric_names import cell_metric, metric_names
 from oneaxis.multirun.record import MULTIRUN, Axis, Job, Plan, Point, multirun_folder, read_plan
@@ -98,6 +99,7 @@ def make_plan(root: Path, overrides: Sequence[str], *, resume: str | None, now: 
 
     reached = [reached_stages(root, one.config) for one in composed]
     _check_axes_reach_a_stage(points, reached)
+    _check_axes_do_something(points, [one.config for one in composed])
     claims = _concrete_claims(points, composed, reached)
     _check_repetitions(experiment.repetitions, reached)
     timed = experiment.repetitions > 1 or any(claim["metric"].split("/")[0] in TIMED_STAGES for claim in claims)
@@ -506,6 +508,18 @@ def _check_axes_reach_a_stage(points: Sequence[Point], reached: Sequence[Sequenc
                     f"change; allowed: experiment.targets that reach one of "
                     f"{', '.join(_readers(axis)) or 'the stages'}"
                 )
+
+
+def _check_axes_do_something(points: Sequence[Point], configs: Sequence[Config]) -> None:
+    for point, config in zip(points[1:], configs[1:], strict=True):
+        # What is idle on one side only is not refused: there it may matter.
+        idle = [{} if isinstance(one.quantize, QuantizeNone) else one.quantize.idle() for one in (configs[0], config)]
+        for axis in point.axes:
+            leaves = {leaf.removeprefix("quantize.") for leaf in axis.leaves}
+            if leaves <= idle[0].keys() & idle[1].keys():
+                raise UserError(f"{point.name}: {axis.name} does nothing with quantize.{idle[1][min(leaves)]}, so all "
+                                "points would be the same; allowed: another axis, or that setting changed for all "
+                                "points")  # fmt: skip
 
 
 def _readers(axis: Axis) -> list[str]:

@@ -8,11 +8,12 @@ What is lost is split, on held-out text, into the fold (float32 rounding only), 
 with its input rounded as the scheme says, and the output of the layer. Then the written checkpoint is read back and
 measured (`oneaxis.quantize.quality`).
 
-For GPTQ, calibration text runs through the layers quantised so far. Each tensor is taken after what comes before it in
-its own layer is quantised, and once more as it would be if the layer were not: the difference is repaired
-(`oneaxis.quantize.gptq`). The drift from earlier layers is not: asking each linear for the output that it would have in
-the unquantised model made SmolLM2-135M worse. Nor is what INT8 and FP8 do to activations: that loss is so small that
-the repair, estimated from a few thousand tokens, cost more than it (hidden states 3 layers on: 1.5 times the error).
+For GPTQ, calibration text runs through the layers quantised so far. With 4-bit weights each tensor is taken after what
+comes before it in its own layer is quantised, and once more as it would be if the layer were not: the difference is
+repaired (`oneaxis.quantize.gptq`). The drift from earlier layers is not: asking each linear for the output that it
+would have in the unquantised model made SmolLM2-135M worse. Nor is what 8 bits do inside a layer: that loss is so small
+that the repair, estimated from a few thousand tokens, cost more than it (hidden states 3 layers on: 1.5 times the
+error).
 
 Dims: S sequences, B of them in a batch, T tokens, D hidden size, N tokens of a batch, O outputs, I inputs of a linear.
 """
@@ -205,10 +206,10 @@ def write_quantized(
         smoothed.tensors.clear()
         errors.after_fold(layer)
         _store_rounded(model, index, layer, high[index])
-        if text:
+        if text and isinstance(settings, QuantizeInt4):
             text.enter(model, index, layer)
-        for kind in KINDS:
-            sites = [site for site in model.decoder.sites(index) if site.kind == kind]
+        for kinds in _rounded_together(settings):
+            sites = [site for site in model.decoder.sites(index) if site.kind in kinds]
             names = {site.name for site in sites if not high[index].issuperset(site.readers)}
             moments = (
                 text.moments(model, index, layer, names, smoothed.input_absmax, settings) if text and names else {}
@@ -356,6 +357,15 @@ def rounded_input(x_BI: Tensor, settings: QuantizeScheme, input_absmax: float) -
     return x_BI
 
 
+def _rounded_together(settings: QuantizeScheme) -> list[Collection[str]]:
+    """Kinds of sites whose linears are rounded before the next ones' inputs are looked at.
+
+    Four bits change what comes after them in the layer, and GPTQ has to see it. Eight bits hardly do: one pass over the
+    text serves the whole layer, in place of four.
+    """
+    return [[kind] for kind in KINDS] if isinstance(settings, QuantizeInt4) else [KINDS]
+
+
 class CalibrationText:
     """Hidden states of calibration text after the layers that have been quantised."""
 
@@ -364,7 +374,7 @@ class CalibrationText:
         self._exact_inputs: list[dict[str, Tensor]] = []
 
     def enter(self, model: Layerwise, index: int, layer: nn.Module) -> None:
-        """Keep what the linears of a layer that is smoothed and not quantised read.
+        """Keep what the linears of a layer that is smoothed and not quantised read, to be repaired.
 
         The tokens of an expert may differ between the two, so those are not kept.
         """
@@ -390,14 +400,15 @@ class CalibrationText:
     ) -> dict[str, Moments]:
         """Of the inputs of some sites, by their names, where what comes before them in the layer is quantised."""
         found: dict[str, Moments] = {}
-        for inputs, seen in zip(self._exact_inputs, _batches(self._seen.clone()), strict=True):
+        for number, seen in enumerate(_batches(self._seen.clone())):
+            inputs, left = self._exact_inputs[number] if self._exact_inputs else {}, set(names)
 
-            def add(name: str, x_BTI: Tensor, inputs: dict[str, Tensor] = inputs) -> None:
+            def add(name: str, x_BTI: Tensor, inputs: dict[str, Tensor] = inputs, left: set[str] = left) -> None:
                 if name in names:
                     x_BTI = rounded_input(x_BTI, settings, input_absmax[name])
-                    exact_BTI = inputs.get(name) if isinstance(settings, QuantizeInt4) else None
-                    found.setdefault(name, Moments(x_BTI.shape[-1])).add(x_BTI, exact_BTI)
-                    if len(names) == 1:
+                    found.setdefault(name, Moments(x_BTI.shape[-1])).add(x_BTI, inputs.get(name))
+                    left.discard(name)
+                    if not left:
                         raise _SeenEnough
 
             with suppress(_SeenEnough):
