@@ -276,7 +276,18 @@ def test_a_loss_within_the_margin_is_accepted_beyond_it_rejected_and_between_lef
     assert decide(shifted(3), "higher", 0, GATE, margin=0.0).word == "accept"
 
 
-def test_a_margin_does_not_lift_the_floor_or_the_spread() -> None:
+def test_of_items_a_margin_takes_the_place_of_the_floor() -> None:
+    """15 of 100 items right where there were 17: under 95% of the baseline, and both losses may be luck."""
+    evidence = items(gained=0, lost=2, n=100, both=15)
+    assert floor_of(evidence, "higher", GATE) == pytest.approx(0.1615)
+    assert decide(evidence, "higher", 0, GATE).word == "reject"
+    assert floor_of(evidence, "higher", GATE, 0.08) is None
+    assert decide(evidence, "higher", 0, GATE, margin=0.08).word == "accept"
+    assert decide(evidence, "higher", 0, GATE, margin=0.05).word == "unresolved"
+    assert decide(items(gained=0, lost=17, n=100, both=0), "higher", 0, GATE, margin=0.08).word == "reject"
+
+
+def test_a_margin_does_not_lift_the_floor_or_the_spread_of_timings() -> None:
     assert decide(shifted(-6), "higher", 0, GATE, margin=50.0).word == "reject"
     wide = [100.0, 112.0, 100.0, 112.0, 100.0, 112.0]
     assert decide(runs(wide, wide), "higher", 0, GATE, margin=50.0).word == "unresolved"

@@ -295,7 +295,7 @@ def conclude(
         p_value=evidence.p_value if evidence else None,
         p_adjusted=p_adjusted,
         num_claims=num_claims,
-        floor=floor_of(evidence, claim.better, gate) if evidence else None,
+        floor=floor_of(evidence, claim.better, gate, claim.margin) if evidence else None,
         spread=max(evidence.spreads) if evidence and evidence.spreads else None,
         bar=claim.bar,
         margin=claim.margin,
