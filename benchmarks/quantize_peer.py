@@ -413,7 +413,7 @@ def main() -> int:
     parser.add_argument("--dynamic", nargs="*", default=[], metavar="OVERRIDE", help="settings of ours, dynamic")
     parser.add_argument("--static", nargs="*", default=[], metavar="OVERRIDE", help="settings of ours, static")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--brief", action="store_true", help="llm-compressor's default strengths, and no \"whole\"")
+    parser.add_argument("--brief", action="store_true", help='llm-compressor\'s default strengths, and no "whole"')
     parser.add_argument("--work", type=Path, help="keep the checkpoints here")
     parser.add_argument("--out", type=Path, help="write the tables (.md) and all runs (.json) here")
     options = parser.parse_args()
