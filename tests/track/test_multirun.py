@@ -18,6 +18,7 @@ from mlflow import MlflowClient
 from oneaxis.live import StoreAway, live_logger, locked
 from oneaxis.multirun.record import Axis, Job, Point, job_folder, write_plan
 from oneaxis.track import finish_multirun, multirun_page, open_parent, track_job, track_multiruns
+from oneaxis.track import multirun as track_multirun
 from oneaxis.track.multirun import decision_of
 from oneaxis.track.pages import axis_param, axis_values, unpacked
 
@@ -386,3 +387,20 @@ def test_eight_processes_on_a_fresh_store(record: Any) -> None:
     assert set(held) == {record.plan.id, "alpha=0.5", "alpha=0.3", "alpha=0.8", *(f"live{n}" for n in range(8))}
     assert history(record, held["live7"], "train/x") == [(7, 7.0)]
     assert history(record, held["alpha=0.3"], "train/loss") == [(1, 3.0), (2, 2.0), (3, 1.0)]
+
+
+def test_a_store_locked_by_other_writers_is_asked_again(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def work() -> str:
+        asked.append(1)
+        if len(asked) < 3:
+            raise RuntimeError("(sqlite3.OperationalError) database is locked")
+        return "logged"
+
+    monkeypatch.setattr(track_multirun, "FILE_S", 30.0)
+    assert track_multirun._bounded(record.project, work, "kept") == "logged"
+    assert len(asked) == 3
+    monkeypatch.setattr(track_multirun, "FILE_S", 0.0)
+    asked.clear()
+    assert track_multirun._bounded(record.project, work, "kept") is None

@@ -138,16 +138,23 @@ def _bounded(project: Path, work: Callable[[], Result], kept: str, patience: flo
     """`work`'s result, or None after one line when it fails or takes too long; it then goes on without us."""
     result: list[Result] = []
     errors: list[Exception] = []
+    seconds = patience * _patience_s(project)
+    until = time.monotonic() + seconds
 
     def call() -> None:
-        try:
-            result.append(work())
-        except Exception as error:
-            errors.append(error)
+        while not result:
+            try:
+                result.append(work())
+            except Exception as error:
+                # SQLite waits 20 s for other writers, which many jobs on a busy machine may take; what was logged
+                # before is found and completed.
+                if "database is locked" in str(error) and time.monotonic() < until:
+                    continue
+                errors.append(error)
+                return
 
     thread = threading.Thread(target=call, daemon=True, name="mlflow")
     thread.start()
-    seconds = patience * _patience_s(project)
     thread.join(seconds)
     if result:
         (project / STATE / "mlflow_away.json").unlink(missing_ok=True)
