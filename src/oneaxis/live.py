@@ -157,11 +157,12 @@ def ensure_store(root: Path) -> str:
     if not uri.startswith("sqlite:///"):
         return uri
     database = Path(uri.removeprefix("sqlite:///"))
+    # Importing takes seconds too: before the lock, where no other process waits for it.
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
     # Making a store takes seconds, and on a busy machine every other process waits for it.
     with locked(database.with_name(f"{database.name}.lock"), wait_s=120.0):
-        from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
-
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
         try:

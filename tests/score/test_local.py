@@ -35,6 +35,12 @@ def naive(model: Any, target: Target) -> list[float]:
     return [float(logprobs[place - 1, target.ids[place]]) for place in range(target.start, len(target.ids))]
 
 
+def assert_naive(model: Any, targets: list[Target], scored: list[list[float]], tolerance: float = TOLERANCE) -> None:
+    """Every target has what the definition gives it."""
+    for target, values in zip(targets, scored, strict=True):
+        assert values == pytest.approx(naive(model, target), abs=tolerance)
+
+
 def random_targets(seed: int, vocabulary: int = 400) -> list[Target]:
     """Groups of every awkward sort: one-token options, nested ones, equal ones, later and earlier starts, alone."""
     draw = random.Random(seed)
@@ -61,8 +67,7 @@ def random_targets(seed: int, vocabulary: int = 400) -> list[Target]:
 def test_equals_the_naive_forward_at_any_batch_size(llama: LlamaForCausalLM, batch_tokens: int) -> None:
     targets = random_targets(0)
     scored, _ = log_probabilities(llama, targets, batch_tokens)
-    for target, values in zip(targets, scored, strict=True):
-        assert values == pytest.approx(naive(llama, target), abs=TOLERANCE)
+    assert_naive(llama, targets, scored)
 
 
 def test_order_and_company_of_the_targets_do_not_matter(llama: LlamaForCausalLM) -> None:
@@ -90,8 +95,7 @@ def test_a_sliding_window_sees_the_prefix_at_its_true_distance() -> None:
     model = MistralForCausalLM(config).eval()
     targets = random_targets(3)
     scored, _ = log_probabilities(model, targets, 2048)
-    for target, values in zip(targets, scored, strict=True):
-        assert values == pytest.approx(naive(model, target), abs=TOLERANCE)
+    assert_naive(model, targets, scored)
 
 
 @pytest.mark.parametrize("family", [family for family in MODELS if family != "gemma2"])
@@ -104,8 +108,7 @@ def test_every_known_family_sees_its_prefix_and_nothing_of_other_branches(family
     scored, work = log_probabilities(model, targets, 512)
     shared = getattr(model.config, "sliding_window", None) != 8
     assert (work.tokens < work.naive_tokens / 2) == shared
-    for target, values in zip(targets, scored, strict=True):
-        assert values == pytest.approx(naive(model, target), abs=2e-3)
+    assert_naive(model, targets, scored, 2e-3)
 
 
 def test_a_model_of_another_family_has_a_row_for_each_sequence() -> None:
@@ -114,8 +117,7 @@ def test_a_model_of_another_family_has_a_row_for_each_sequence() -> None:
     model = BloomForCausalLM(BloomConfig(vocab_size=400, hidden_size=64, n_layer=2, n_head=4)).eval()
     targets = random_targets(9)
     scored, _ = log_probabilities(model, targets, 512)
-    for target, values in zip(targets, scored, strict=True):
-        assert values == pytest.approx(naive(model, target), abs=TOLERANCE)
+    assert_naive(model, targets, scored)
 
 
 def test_a_group_of_many_branches_goes_on_in_further_rows(llama: LlamaForCausalLM) -> None:

@@ -318,15 +318,16 @@ class _Quantized(Section):
         return self
 
     def idle(self) -> dict[str, str]:
-        """Settings that change nothing beside the others, by their names under `quantize`: the setting to blame."""
+        """Settings that change nothing beside the others, by their full names: the setting to blame."""
         smooth, found = self.smooth, {}
-        searched = smooth.sites and (smooth.alpha == "auto" or any(alpha == "auto" for _, alpha in smooth.site_alpha))
-        if not searched:
-            found["smooth.grid"] = f"smooth.alpha={smooth.alpha}"
+        if "auto" not in (smooth.alpha, *(alpha for _, alpha in smooth.site_alpha)):
+            found["quantize.smooth.grid"] = f"quantize.smooth.alpha={smooth.alpha}"
         if not smooth.sites:
-            found |= dict.fromkeys(("smooth.alpha", "smooth.grid", "smooth.formula"), "smooth.sites=[]")
+            for name in ("alpha", "grid", "formula"):
+                found[f"quantize.smooth.{name}"] = "quantize.smooth.sites=[]"
         if self.rounding != "gptq":
-            found |= {f"gptq.{name}": f"rounding={self.rounding}" for name in Gptq.model_fields}
+            for name in Gptq.model_fields:
+                found[f"quantize.gptq.{name}"] = f"quantize.rounding={self.rounding}"
         return found
 
 
@@ -335,6 +336,10 @@ class QuantizeNone(Section):
 
     kind: Literal["none"]
     kv: Kv
+
+    def idle(self) -> dict[str, str]:
+        """As that of a scheme: both settings count."""
+        return {}
 
 
 class QuantizeInt8(_Quantized):

@@ -25,7 +25,6 @@ from oneaxis.artifacts import ARTIFACTS
 from oneaxis.config import STAGE_SECTIONS, Config, derived_paths
 from oneaxis.config.axes import GROUPS_NOT_AXES, differences, group_overrides, is_no_axis, same, settings
 from oneaxis.config.compose import Composed, compose_all
-from oneaxis.config.schema import QuantizeNone
 from oneaxis.errors import UserError
 from oneaxis.multirun.metric_names import cell_metric, metric_names
 from oneaxis.multirun.record import MULTIRUN, Axis, Job, Plan, Point, multirun_folder, read_plan
@@ -511,14 +510,14 @@ def _check_axes_reach_a_stage(points: Sequence[Point], reached: Sequence[Sequenc
 
 
 def _check_axes_do_something(points: Sequence[Point], configs: Sequence[Config]) -> None:
+    before = configs[0].quantize.idle()
     for point, config in zip(points[1:], configs[1:], strict=True):
         # What is idle on one side only is not refused: there it may matter.
-        idle = [{} if isinstance(one.quantize, QuantizeNone) else one.quantize.idle() for one in (configs[0], config)]
+        idle = {name: blamed for name, blamed in config.quantize.idle().items() if name in before}
         for axis in point.axes:
-            leaves = {leaf.removeprefix("quantize.") for leaf in axis.leaves}
-            if leaves <= idle[0].keys() & idle[1].keys():
-                raise UserError(f"{point.name}: {axis.name} does nothing with quantize.{idle[1][min(leaves)]}, so all "
-                                "points would be the same; allowed: another axis, or that setting changed for all "
+            if idle.keys() >= set(axis.leaves):
+                raise UserError(f"{point.name}: {axis.name} does nothing with {idle[min(axis.leaves)]}, so all points "
+                                "would be the same; allowed: another axis, or that setting changed for all "
                                 "points")  # fmt: skip
 
 

@@ -48,11 +48,14 @@ class Row:
 
     prefix: int
     branches: list[Branch] = field(default_factory=list)
-    length: int = 0
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length = self.prefix
 
     def add(self, branch: Branch) -> None:
         """Put another branch behind those that are there."""
-        self.length += len(branch.ids) - (self.prefix if self.branches else 0)
+        self.length += len(branch.ids) - self.prefix
         self.branches.append(branch)
 
 

@@ -56,6 +56,8 @@ RECORD_TAG = "oneaxis.record"
 JOB_S = 15.0
 """Longest that one call may wait for a server."""
 FILE_S = 120.0
+LOCKED_S = 0.2
+"""Between two calls to a file that others hold: SQLite may also refuse at once."""
 AWAY_S = 60.0
 """For so long after the store was found away, jobs do not ask it again."""
 GRAVITY = ("invalid", "reject", "unresolved", "tie", "accept")
@@ -148,10 +150,10 @@ def _bounded(project: Path, work: Callable[[], Result], kept: str, patience: flo
             except Exception as error:
                 # SQLite waits 20 s for other writers, which many jobs on a busy machine may take; what was logged
                 # before is found and completed.
-                if "database is locked" in str(error) and time.monotonic() < until:
-                    continue
-                errors.append(error)
-                return
+                if "database is locked" not in str(error) or time.monotonic() >= until:
+                    errors.append(error)
+                    return
+                time.sleep(LOCKED_S)
 
     thread = threading.Thread(target=call, daemon=True, name="mlflow")
     thread.start()
