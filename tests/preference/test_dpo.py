@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oneaxis.errors import RunError, UserError
 from oneaxis.judge.paired import paired_difference
-from oneaxis.preference.dpo import PROBE, escape_sequences, fitting, sampled, stochastic_bfloat16, train_dpo
+from oneaxis.preference.dpo import escape_sequences, fitting, sampled, stochastic_bfloat16, train_dpo
 from oneaxis.preference.forward import load, response_logps
 from oneaxis.preference.pairs import tokenize_pair
+from oneaxis.preference.watch import PROBE
 
 from .conftest import small_tokenizer
 from .test_dpo_config import train

@@ -20,34 +20,24 @@ at these sizes a training state would cost more than the steps it saves.
 """
 
 import gc
-import json
-import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import polars as pl
 import torch
-from tqdm import tqdm
-from transformers import PrinterCallback, TrainerCallback
-from trl import DPOTrainer
 
 from oneaxis.artifacts import write_json
 from oneaxis.config.schema import TrainDpo
-from oneaxis.errors import RunError, UserError
+from oneaxis.errors import UserError
 from oneaxis.judge.paired import Effect, paired_difference
 from oneaxis.preference.displacement import interval, verdict
-from oneaxis.preference.dpo_config import NORMALISATION, dpo_config, one_line
+from oneaxis.preference.dpo_config import NORMALISATION, dpo_config
 from oneaxis.preference.forward import device, load, response_logps
 from oneaxis.preference.pairs import Sequence, tokenize_continuation, tokenize_pair
-
-LOGGED = ("loss", "grad_norm", "learning_rate", "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected",
-          "rewards/margins", "rewards/accuracies")  # fmt: skip
-PROBE = "probe/escape_logp"
-OnLog = Callable[[dict[str, float], int], None]
+from oneaxis.preference.trainer import conversational, fit
+from oneaxis.preference.watch import OnLog
 
 
 def train_dpo(
@@ -98,7 +88,7 @@ def train_dpo(
         "rpo_alpha": config.rpo_alpha,
         "rpo_alpha_normalisation": NORMALISATION if config.rpo_alpha else None,
         "loss_type": arguments.loss_type,
-        "tokenized": "conversational: chat template" if _conversational(sample) else "plain: prompt + response + EOS",
+        "tokenized": "conversational: chat template" if conversational(sample) else "plain: prompt + response + EOS",
         "weights": "trained in float32, written in bfloat16 by stochastic rounding, measured as written",
         "probe_prompts": len(escapes),
     }
@@ -163,19 +153,6 @@ def sampled(train: pl.DataFrame, needed: int, seed: int) -> pl.DataFrame:
     return train[np.sort(chosen).tolist()]
 
 
-def _conversational(pairs: pl.DataFrame) -> bool:
-    return bool(pairs["conversational"][0])
-
-
-def trl_dataset(pairs: pl.DataFrame, folder: Path) -> datasets.Dataset:
-    """Pairs in TRL's preference format: text, or messages. On disk under `folder`, where TRL then caches."""
-    read = json.loads if _conversational(pairs) else str
-    rows = [{key: read(row[key]) for key in ("prompt", "chosen", "rejected")} for row in pairs.iter_rows(named=True)]
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_list(rows).save_to_disk(folder)
-    return datasets.load_from_disk(folder)
-
-
 # --- measured before, during and after -------------------------------------------------------------------------------
 
 
@@ -200,81 +177,6 @@ def measure(
     logps = response_logps(model, sequences, progress=f"held-out, {progress}")
     chosen, rejected = logps[: 2 * len(tokens) : 2], logps[1 : 2 * len(tokens) : 2]
     return {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "escape": logps[2 * len(tokens) :]}
-
-
-class _Log(TrainerCallback):
-    """Collects TRL's means and the escape probe at each logging step, shows progress, refuses a loss that is no number.
-
-    The last step is always logged.
-    """
-
-    def __init__(self, escapes: list[Sequence], on_log: OnLog | None) -> None:
-        self.escapes = escapes
-        self.on_log_metrics = on_log
-        self.rows: list[dict[str, float]] = []
-        self.bar = tqdm(disable=True)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar = tqdm(total=state.max_steps, desc="DPO", unit="step")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        self.bar.update()
-        if state.global_step == state.max_steps:
-            control.should_log = True
-        return control
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], model: Any, **kwargs: Any) -> None:
-        if "loss" not in logs:
-            return
-        if not math.isfinite(logs["loss"]):
-            raise RunError(f"the loss is {logs['loss']} at step {state.global_step}; "
-                           f"try a smaller train.learning_rate (now {args.learning_rate:g})")  # fmt: skip
-        values = {name: float(logs[name]) for name in LOGGED}
-        values[PROBE] = float(response_logps(model, self.escapes).mean())
-        self.rows.append({"step": state.global_step, **values})
-        self.bar.set_postfix_str(f"chosen {values['logps/chosen']:.1f}, rejected {values['logps/rejected']:.1f} nats")
-        if self.on_log_metrics:
-            self.on_log_metrics(values, state.global_step)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.close()
-
-
-def fit(
-    model: Any,
-    tokenizer: Any,
-    pairs: pl.DataFrame,
-    escapes: list[Sequence],
-    arguments: Any,
-    config: TrainDpo,
-    scratch: Path,
-    on_log: OnLog | None,
-) -> pl.DataFrame:
-    """Train `model` in place; return the log, one row per logging step.
-
-    Raises:
-        UserError: TRL refuses a value of `train.dpo_args`. RunError: the loss is not finite.
-    """
-    log = _Log(escapes, on_log)
-    try:
-        trainer = DPOTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=trl_dataset(pairs, scratch / "pairs"),
-            processing_class=tokenizer,
-            callbacks=[log],
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    except (ValueError, NotImplementedError) as error:
-        # A loss that needs another value, or an unknown one: TRL says so only here.
-        if not config.dpo_args:
-            raise
-        raise UserError(f"params.yaml: train.dpo_args={config.dpo_args}: TRL says: {one_line(error)}") from error
-    finally:
-        log.bar.close()
-    model.eval()
-    return pl.DataFrame(log.rows, schema={"step": pl.Int64, **dict.fromkeys((*LOGGED, PROBE), pl.Float64)})
 
 
 # --- what is written -------------------------------------------------------------------------------------------------
