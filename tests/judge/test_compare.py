@@ -169,6 +169,19 @@ def test_an_untrained_arm_stands_where_training_began(tmp_path: Path) -> None:
     assert delta.baseline_value == 0
 
 
+def test_an_untrained_arm_stands_where_sft_began_where_sft_came_first(tmp_path: Path) -> None:
+    """The records hold DPO alone, +2 nats; SFT is put before it here, +1 nat."""
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c", config=settings(train={"kind": "dpo"}), logp=2.0)
+    path = tmp_path / "c/artifacts/train_dpo/heldout.parquet"
+    source = [(pl.col(f"{side}_before") - 1).alias(f"{side}_source") for side in ("chosen", "rejected")]
+    pl.read_parquet(path).with_columns(source).write_parquet(path)
+    delta = compare([tmp_path / "b"], [tmp_path / "c"], claim("train_dpo/chosen_delta", "higher"), GATE)
+    after = compare([tmp_path / "b"], [tmp_path / "c"], claim("train_dpo/chosen_logp_after", "higher"), GATE)
+    assert delta.effect == pytest.approx(2.0, abs=0.1)
+    assert after.effect == pytest.approx(3.0, abs=0.1)
+
+
 def test_a_number_without_a_unit_cannot_be_accepted(tmp_path: Path) -> None:
     verdict = one_run(tmp_path, "filter_pairs/kept", "higher")
     assert verdict.decision == "unresolved"

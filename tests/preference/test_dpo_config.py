@@ -16,6 +16,7 @@ def train(**changes: Any) -> TrainDpo:
         "gradient_accumulation": 1, "warmup_steps": 1, "max_length": 128, "log_every": 1, "probe_prompts": 3,
         "escape_text": "I will not help with that.",
         "displacement": {"slight_nats": 0.5, "steep_nats": 5.0, "confidence": 0.95}, "dpo_args": {},
+        "sft": {"epochs": 0.0, "learning_rate": 1e-3},
     }  # fmt: skip
     return TrainDpo.model_validate(values | changes)
 

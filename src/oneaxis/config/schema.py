@@ -191,6 +191,14 @@ class Displacement(Section):
         return self
 
 
+class Sft(Section):
+    """Supervised fine-tuning on the chosen responses of the kept train pairs, whose result is DPO's reference."""
+
+    epochs: NonNegative
+    """0: none, and the reference is the fetched model."""
+    learning_rate: Positive
+
+
 class TrainDpo(Section):
     """DPO through TRL. `rpo_alpha` adds rpo_alpha * NLL(chosen), averaged over all chosen tokens of the batch."""
 
@@ -208,6 +216,7 @@ class TrainDpo(Section):
     """Benign prompts on which the escape probe (a canned refusal) is scored."""
     escape_text: Annotated[str, Field(min_length=1)]
     displacement: Displacement
+    sft: Sft
     dpo_args: dict[str, Any]
     """Passed to TRL's DPOConfig as they are; keys that this section sets are refused."""
 

@@ -289,7 +289,9 @@ def _heldout_pairs(metric: str, baseline: Record, candidate: Record) -> Paired |
         assert read is not None
         values = {}
         for when in ("before", "after"):
-            taken = "before" if none else when
+            # With SFT in between, the other arm's reference is no longer the fetched model that this arm is.
+            began = "source" if "chosen_source" in read.columns else "before"
+            taken = began if none else when
             chosen, rejected = (pl.col(f"{side}_{taken}") for side in ("chosen", "rejected"))
             values[when] = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected}[match[1]]
         wanted = {"logp_before": values["before"], "logp_after": values["after"],

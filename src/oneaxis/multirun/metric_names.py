@@ -53,8 +53,9 @@ def _names(config: Config, stage: str) -> set[str]:
         case "train_dpo" if config.train.kind == "none":
             return {"steps"}
         case "train_dpo":
-            levels = {f"{side}_logp_{when}" for side in ("chosen", "rejected", "escape")
-                      for when in ("before", "after", "after_float32")}  # fmt: skip
+            assert config.train.kind == "dpo"
+            times = ("before", "after", "after_float32", *(("source",) if config.train.sft.epochs else ()))
+            levels = {f"{side}_logp_{when}" for side in ("chosen", "rejected", "escape") for when in times}
             deltas = {f"{side}_delta{end}" for side in ("chosen", "rejected", "escape", "margin")
                       for end in ("", "_ci_low", "_ci_high")}  # fmt: skip
             return {"steps"} | levels | deltas

@@ -5,11 +5,13 @@ From a checkpoint, scored pairs and benign probes to a trained checkpoint and th
 1. Pairs are tokenized as TRL does: plain responses end with EOS, conversational ones as the chat template ends a turn.
    Pairs longer than `max_length` are left out and counted; TRL would cut them. When the run sees fewer pairs than were
    kept, a seeded sample of just those is taken, so that the reference pass scores no pair in vain.
-2. Before: the summed log-probability of every held-out response, and of the escape text on the probes.
-3. Training in float32 (Adam's updates at these learning rates vanish in bfloat16 weights); the reference is the
-   checkpoint itself, scored once. Each logging step logs TRL's means since the last one (`logps/*` are batch means of
-   *summed* log-probabilities; `rewards/chosen / beta` below 0 is displacement) and `probe/escape_logp` right then.
-4. The policy is written in BF16, and "after" is measured on the written checkpoint read back, since that is what is
+2. With `train.sft.epochs` the model is first fitted to the chosen responses of all kept train pairs (TRL's SFTTrainer),
+   for DPO assumes a reference that fits them. What comes out is then the reference; what came in is measured too.
+3. Before: the summed log-probability of every held-out response, and of the escape text on the probes.
+4. Training in float32 (Adam's updates at these learning rates vanish in bfloat16 weights); the reference is the
+   model that DPO begins with, scored once. Each logging step logs TRL's means since the last one (`logps/*` are batch
+   means of *summed* log-probabilities; `rewards/chosen / beta` below 0 is displacement) and `probe/escape_logp` then.
+5. The policy is written in BF16, and "after" is measured on the written checkpoint read back, since that is what is
    served. Rounding is stochastic (see `stochastic_bfloat16`): most updates are smaller than half a BF16 step, so
    rounding to nearest took back three quarters of the change in our default run. What rounding still costs is the
    difference from the `*_after_float32` metrics.
@@ -33,10 +35,10 @@ from oneaxis.config.schema import TrainDpo
 from oneaxis.errors import UserError
 from oneaxis.judge.paired import Effect, paired_difference
 from oneaxis.preference.displacement import interval, verdict
-from oneaxis.preference.dpo_config import NORMALISATION, dpo_config
+from oneaxis.preference.dpo_config import NORMALISATION, dpo_config, sft_config
 from oneaxis.preference.forward import device, load, response_logps
 from oneaxis.preference.pairs import Sequence, tokenize_continuation, tokenize_pair
-from oneaxis.preference.trainer import conversational, fit
+from oneaxis.preference.trainer import conversational, fit, fit_sft
 from oneaxis.preference.watch import OnLog
 
 
@@ -53,8 +55,10 @@ def train_dpo(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Write `checkpoint/`, `train_log.parquet`, `heldout.parquet` and `displacement.json` to `out`.
 
+    With `train.sft.epochs` also `sft_log.parquet`.
+
     Args:
-        source: the checkpoint that is trained, and the reference.
+        source: the checkpoint that is trained; the reference too, unless SFT comes first.
         pairs: as filter_pairs writes them (kept, split).
         probes: benign prompts (column prompt).
         scratch: a folder of our own for TRL's files; made empty first, removed at the end.
@@ -91,9 +95,16 @@ def train_dpo(
         "tokenized": "conversational: chat template" if conversational(sample) else "plain: prompt + response + EOS",
         "weights": "trained in float32, written in bfloat16 by stochastic rounding, measured as written",
         "probe_prompts": len(escapes),
+        "reference": "the model after SFT" if config.sft.epochs else "the fetched model",
     }
 
-    before = measure(model, tokens, escapes, "before training")
+    fetched = None
+    if config.sft.epochs:
+        fetched = measure(model, tokens, escapes, "before SFT")
+        supervised = sft_config(config, seed=seed, output_dir=scratch / "sft", cpu=device().type == "cpu")
+        fit_sft(model, tokenizer, train, supervised, scratch).write_parquet(out / "sft_log.parquet")
+        notes["sft"] = {"pairs": train.height, "loss": "mean NLL over the tokens of the chosen responses of a step"}
+    before = measure(model, tokens, escapes, "before DPO")
     log = fit(model, tokenizer, sample, escapes, arguments, config, scratch, on_log)
     log.write_parquet(out / "train_log.parquet")
     unrounded = measure(model, tokens, escapes, "after, float32")
@@ -104,15 +115,22 @@ def train_dpo(
     after = measure(written, tokens, escapes, "after training")
     shutil.rmtree(scratch)
 
-    heldout_table(heldout, before, after).write_parquet(out / "heldout.parquet")
+    stages = {"before": before, "after": after} | ({"source": fetched} if fetched else {})
+    heldout_table(heldout, stages).write_parquet(out / "heldout.parquet")
     effects = {
         name: paired_difference(before[name], after[name], config.displacement.confidence)
         for name in ("chosen", "rejected", "margin", "escape")
     }
     judged = judge(effects, config)
+    if fetched:
+        judged["sft"] = {
+            name: interval(paired_difference(fetched[name], before[name], config.displacement.confidence))
+            for name in ("chosen", "rejected", "margin", "escape")
+        }
     write_json(out / "displacement.json", judged)
     notes["verdict"] = judged["verdict"]
-    return metrics(before, after, unrounded, effects, config.steps), notes
+    levels = {"before": before, "after": after, "after_float32": unrounded} | ({"source": fetched} if fetched else {})
+    return metrics(levels, effects, config.steps), notes
 
 
 # --- pairs -------------------------------------------------------------------------------------------------------
@@ -216,13 +234,13 @@ def write_checkpoint(model: Any, source: Path, folder: Path, *, seed: int) -> No
             shutil.copyfile(path, folder / path.name)
 
 
-def heldout_table(heldout: pl.DataFrame, before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> pl.DataFrame:
-    """Per held-out pair, the summed log-probabilities in nats of both responses, before and after."""
-    columns = {
-        f"{side}_{when}": values[side]
-        for side in ("chosen", "rejected")
-        for when, values in (("before", before), ("after", after))
-    }
+def heldout_table(heldout: pl.DataFrame, levels: dict[str, dict[str, np.ndarray]]) -> pl.DataFrame:
+    """Per held-out pair, the summed log-probabilities in nats of both responses: before and after DPO, and before SFT.
+
+    Args:
+        levels: `measure` of `before`, `after` and, where SFT came first, `source` (the fetched model).
+    """
+    columns = {f"{side}_{when}": values[side] for side in ("chosen", "rejected") for when, values in levels.items()}
     return heldout.select("pair_id").with_columns(**{name: pl.Series(values) for name, values in columns.items()})
 
 
@@ -241,19 +259,12 @@ def judge(effects: dict[str, Effect], config: TrainDpo) -> dict[str, Any]:
     }
 
 
-def metrics(
-    before: dict[str, np.ndarray],
-    after: dict[str, np.ndarray],
-    unrounded: dict[str, np.ndarray],
-    effects: dict[str, Effect],
-    steps: int,
-) -> dict[str, float]:
+def metrics(levels: dict[str, dict[str, np.ndarray]], effects: dict[str, Effect], steps: int) -> dict[str, float]:
     """Flat numbers of the run: means in nats per response, and the paired differences with their intervals."""
     flat = {"steps": float(steps)}
     for side in ("chosen", "rejected", "escape"):
-        flat[f"{side}_logp_before"] = float(before[side].mean())
-        flat[f"{side}_logp_after"] = float(after[side].mean())
-        flat[f"{side}_logp_after_float32"] = float(unrounded[side].mean())
+        for when, values in levels.items():
+            flat[f"{side}_logp_{when}"] = float(values[side].mean())
     for side, effect in effects.items():
         flat[f"{side}_delta"] = effect.effect
         flat[f"{side}_delta_ci_low"] = effect.ci_low

@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from trl import DPOConfig
+from trl import DPOConfig, SFTConfig
 
 from oneaxis.config.schema import TrainDpo
 from oneaxis.errors import UserError
@@ -86,27 +86,12 @@ def dpo_config(config: TrainDpo, *, seed: int, output_dir: Path, cpu: bool) -> D
     """
     anchored = bool(config.rpo_alpha)
     check_dpo_args(config.dpo_args, anchored=anchored)
-    values: dict[str, Any] = {
-        "output_dir": str(output_dir),
-        "seed": seed,
+    values = _shared(config, seed=seed, output_dir=output_dir, cpu=cpu) | {
         "beta": config.beta,
         "learning_rate": config.learning_rate,
         "max_steps": config.steps,
-        "per_device_train_batch_size": config.batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation,
         "warmup_steps": config.warmup_steps,
-        "max_length": config.max_length,
-        "logging_steps": config.log_every,
-        "logging_nan_inf_filter": False,
         "precompute_ref_log_probs": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "eval_strategy": "no",
-        "use_cpu": cpu,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "dataloader_pin_memory": not cpu,
-        "disable_tqdm": True,
     }
     if anchored:
         values |= {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, config.rpo_alpha]}
@@ -116,6 +101,37 @@ def dpo_config(config: TrainDpo, *, seed: int, output_dir: Path, cpu: bool) -> D
         if not config.dpo_args:
             raise
         raise UserError(f"params.yaml: train.dpo_args={config.dpo_args}: DPOConfig says: {one_line(error)}") from error
+
+
+def sft_config(config: TrainDpo, *, seed: int, output_dir: Path, cpu: bool) -> SFTConfig:
+    """TRL's configuration of the supervised epochs: the loss is the mean NLL over the tokens of the responses alone."""
+    return SFTConfig(
+        **_shared(config, seed=seed, output_dir=output_dir, cpu=cpu),
+        learning_rate=config.sft.learning_rate,
+        num_train_epochs=config.sft.epochs,
+        completion_only_loss=True,
+    )
+
+
+def _shared(config: TrainDpo, *, seed: int, output_dir: Path, cpu: bool) -> dict[str, Any]:
+    """What both of TRL's trainers are told."""
+    return {
+        "output_dir": str(output_dir),
+        "seed": seed,
+        "per_device_train_batch_size": config.batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation,
+        "max_length": config.max_length,
+        "logging_steps": config.log_every,
+        "logging_nan_inf_filter": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "use_cpu": cpu,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": not cpu,
+        "disable_tqdm": True,
+    }
 
 
 def check_dpo_args(dpo_args: dict[str, Any], *, anchored: bool) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import datasets
 import polars as pl
 from transformers import PrinterCallback
-from trl import DPOTrainer
+from trl import DPOTrainer, SFTTrainer
 
 from oneaxis.config.schema import TrainDpo
 from oneaxis.errors import UserError
 from oneaxis.preference.dpo_config import one_line
 from oneaxis.preference.pairs import Sequence
-from oneaxis.preference.watch import OnLog, Watch
+from oneaxis.preference.watch import OnLog, SftWatch, Watch
 
 
 def conversational(pairs: pl.DataFrame) -> bool:
@@ -28,6 +28,26 @@ def trl_dataset(pairs: pl.DataFrame, folder: Path) -> datasets.Dataset:
     datasets.disable_progress_bars()
     datasets.Dataset.from_list(rows).save_to_disk(folder)
     return datasets.load_from_disk(folder)
+
+
+def fit_sft(model: Any, tokenizer: Any, pairs: pl.DataFrame, arguments: Any, scratch: Path) -> pl.DataFrame:
+    """Fine-tune `model` in place on prompt + chosen of `pairs`; return the log, one row per logging step.
+
+    Raises:
+        RunError: the loss is not finite.
+    """
+    watch = SftWatch()
+    chosen = trl_dataset(pairs, scratch / "chosen").remove_columns("rejected").rename_column("chosen", "completion")
+    try:
+        trainer = SFTTrainer(
+            model=model, args=arguments, train_dataset=chosen, processing_class=tokenizer, callbacks=[watch]
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    finally:
+        watch.bar.close()
+    model.eval()
+    return watch.table()
 
 
 def fit(

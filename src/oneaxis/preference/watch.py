@@ -18,6 +18,41 @@ PROBE = "probe/escape_logp"
 OnLog = Callable[[dict[str, float], int], None]
 
 
+class SftWatch(TrainerCallback):
+    """Of supervised fine-tuning: as `Watch`, without what only pairs have."""
+
+    COLUMNS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy")
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.bar = tqdm(disable=True)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar = tqdm(total=state.max_steps, desc="SFT", unit="step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self.bar.update()
+        if state.global_step == state.max_steps:
+            control.should_log = True
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" not in logs:
+            return
+        if not math.isfinite(logs["loss"]):
+            raise RunError(f"the SFT loss is {logs['loss']} at step {state.global_step}; "
+                           f"try a smaller train.sft.learning_rate (now {args.learning_rate:g})")  # fmt: skip
+        self.rows.append({"step": state.global_step, **{name: float(logs[name]) for name in self.COLUMNS}})
+        self.bar.set_postfix_str(f"loss {logs['loss']:.3f}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()
+
+    def table(self) -> pl.DataFrame:
+        """One row per logging step."""
+        return pl.DataFrame(self.rows, schema={"step": pl.Int64, **dict.fromkeys(self.COLUMNS, pl.Float64)})
+
+
 class Watch(TrainerCallback):
     """Collects TRL's means and the escape probe at each logging step, shows progress, refuses a loss that is no number.
 
