@@ -171,9 +171,9 @@ def _serving(
         metrics[name.partition("/")[0]][name] = value
 
 
-def claim(metric: str, better: str, bar: float = 0.0, expected: float | None = None) -> dict[str, Any]:
+def claim(metric: str, better: str, bar: float = 0.0, expected: float | None = None, **more: Any) -> dict[str, Any]:
     """A claim as a plan holds it."""
-    return {"metric": metric, "better": better, "bar": bar, "expected": expected}
+    return {"metric": metric, "better": better, "bar": bar, "expected": expected, **more}
 
 
 def write_multirun(
@@ -183,6 +183,7 @@ def write_multirun(
     *,
     axes: Mapping[str, Sequence[Axis]],
     parts: Mapping[str, Sequence[str]] | None = None,
+    controls: Mapping[str, str] | None = None,
     session: str = "s1",
     gate: Gate = GATE,
     change: Callable[[Plan], Plan] = lambda plan: plan,
@@ -196,7 +197,7 @@ def write_multirun(
     names = list(runs)
     points = [
         Point(name, "baseline" if name == names[0] else "combination" if parts and name in parts else "single", [],
-              axes.get(name, []), list((parts or {}).get(name, [])))
+              axes.get(name, []), list((parts or {}).get(name, [])), (controls or {}).get(name, ""))
         for name in names
     ]  # fmt: skip
     repetitions = len(runs[names[0]])

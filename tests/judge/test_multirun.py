@@ -153,6 +153,39 @@ def test_a_combination_worse_than_its_best_part_is_rejected(tmp_path: Path) -> N
     assert "best part" in verdict_text([verdict], colour=False)
 
 
+@pytest.mark.parametrize(
+    ("control", "asked", "decision", "first"),
+    [
+        (-0.01, {}, "accept", "the 95% interval lies beyond zero"),
+        (-0.05, {}, "tie", "it does not beat its control, random"),
+        (-0.09, {}, "reject", "it does not beat its control, random"),
+        # What may be lost against the baseline may be lost against the control, and no more.
+        (-0.20, {"margin": 0.5}, "reject", "that it loses no more than the margin against its control, random"),
+        (-0.05, {"margin": 0.5}, "accept", "a loss beyond the margin of"),
+    ],
+)
+def test_a_change_has_to_beat_its_control_too(
+    tmp_path: Path, control: float, asked: dict, decision: str, first: str
+) -> None:
+    """NLL falls by 0.05 with the change, and by `control` with another value of the same axis."""
+    runs = {"base": [{}], "random": at(0.6, control), "ches": at(0.7, -0.05, wobble=-1.0)}
+    folder = write_multirun(
+        tmp_path / "m", runs, [claim(PERPLEXITY, "lower", **asked)],
+        axes={"random": [alpha(0.6)], "ches": [alpha(0.7)]}, controls={"ches": "random"},
+    )  # fmt: skip
+    verdict = judge_multirun(folder)[-1]
+    assert verdict.valid, verdict.reasons
+    assert verdict.decision == decision, verdict.reasons
+    assert verdict.reasons[0].startswith(first), verdict.reasons
+    assert (verdict.best_single, verdict.against_best) == (None, None)
+    assert verdict.baseline_value
+    assert verdict.against_control
+    # The wobble's mean is zero: each perplexity is that of the baseline times exp of the shift.
+    expected = verdict.baseline_value * (np.exp(-0.05) - np.exp(control))
+    assert verdict.against_control["effect"] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert "  control   random (" in verdict_text([verdict], colour=False)
+
+
 def test_a_job_that_did_not_end_is_invalid(tmp_path: Path) -> None:
     runs = {"b": timed(0, settings()), "c": timed(-9, settings(quantize__smooth__alpha=0.8))}
     folder = write_multirun(tmp_path / "m", runs, [claim(f"{CELL}/ttft_p50_ms", "lower")], axes={"c": [ALPHA]})

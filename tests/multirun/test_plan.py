@@ -140,6 +140,23 @@ def test_changes_are_points_of_their_own_and_together_with_combine(plan: Callabl
     assert plan(CHANGES.format("train.beta=0.2", "train.beta=0.3")).axis == "train.beta"
 
 
+CONTROLLED = (
+    "experiment.changes=[{{name: a, overrides: ['pairs=all']}}, {{name: b, overrides: ['train.beta=0.3'], "
+    "control: {}}}, {{name: c, overrides: ['{}']}}]"
+)
+
+
+def test_a_control_is_a_point_and_no_part_of_the_combination(plan: Callable[..., Plan]) -> None:
+    made = plan(CONTROLLED.format("c", "train.beta=0.4"), "experiment.combine=true")
+    assert [(p.name, p.role, list(p.parts), p.control) for p in made.points] == [
+        ("baseline", "baseline", [], ""),
+        ("a", "single", [], ""),
+        ("b", "single", [], "c"),
+        ("c", "single", [], ""),
+        ("a+b", "combination", ["a", "b"], ""),
+    ]
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -169,6 +186,8 @@ def test_changes_are_points_of_their_own_and_together_with_combine(plan: Callabl
         (["experiment=smoothquant_alpha", "quantize.smooth.alpha=0.6"],
          ["quantize.smooth.alpha=0.6", "the axis of smoothquant_alpha, with values 0.5, 0.7, 0.8, 0.85"]),
         (["experiment=smoothing_sites", "seed=0,1"], ["seed: sweeps beside experiment.changes"]),
+        ([CONTROLLED.format("c", "train.steps=9")], ["b: moves train.beta", "c train.steps", "on the same axis"]),
+        ([CONTROLLED.format("b", "train.beta=0.4")], ["b has control b", "allowed: the name of another", "a, c"]),
         ([CHANGES.format("train.beta=0.2','train.steps=9", "pairs=all")],
          ["a differs from baseline in 2 axes", "train.beta", "train.steps"]),
         ([CHANGES.format("train.beta=0.2','train.steps=9", "pairs=all"), "experiment.combine=true"],

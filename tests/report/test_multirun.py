@@ -182,6 +182,21 @@ def test_combination_stands_beside_its_best_part(tmp_path: Path, multirun: Make,
     assert page.table(f"{PPL}, by effect").column(0) == ["both", "a=1", "b=1"]
 
 
+def test_a_change_stands_beside_its_control(tmp_path: Path, multirun: Make, judged: Make, outline: Make) -> None:
+    """The row has the effects of both and their difference; a change without a control has none."""
+    axes = {name: Axis("pairs", "group", "all", name, {}) for name in ("random", "ches", "few")}
+    points = [Point("alpha=0.0", "baseline", [], []), *(
+        Point(name, "single", [], [axis], control="random" if name == "ches" else "") for name, axis in axes.items()
+    )]  # fmt: skip
+    against = {"point": "random", "effect": 0.04, "ci_low": -0.02, "ci_high": 0.1, "decision": "tie"}
+    verdicts = [judged("random", PPL, "accept", -0.31, 0.09), judged("few", PPL, "accept", -0.4, 0.09),
+                judged("ches", PPL, "tie", -0.27, 0.09, against_control=against)]  # fmt: skip
+    multirun(tmp_path, candidates={}, points=points, metrics=[PPL], verdicts=verdicts, axis="pairs")
+    table = outline(write_multirun_report(tmp_path)).table("Changes against their controls")
+    assert table.column(0) == ["ches"]
+    assert table.row("ches")[2:] == ["= tie", "−0.27", "random", "−0.31", "+0.04", "[−0.02, +0.10]", "= tie"]
+
+
 def test_without_a_claim_nothing_is_accepted(tmp_path: Path, multirun: Make, judged: Make, outline: Make) -> None:
     """Points that the axis does not reach in a metric have no verdict, and no row."""
     verdicts = [judged("a=1", PPL, "accept", -0.3, 0.1, claim=False, unit="ppl"),

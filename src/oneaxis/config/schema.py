@@ -546,6 +546,9 @@ class Change(Section):
     name: Name
     overrides: Annotated[list[str], Field(min_length=1)]
     """Hydra overrides that together move one axis: one key, or one group's choice."""
+    control: Name | None = None
+    """Another change, on the same axis, that does what this one does but for the reason it should work (as many pairs
+    dropped at random). This one has to beat it too; a control is no part of a combination."""
 
 
 class Claim(Section):
@@ -586,7 +589,8 @@ class Experiment(Section):
     changes: list[Change]
     """Instead of axis and values: each is one point against the baseline."""
     combine: bool
-    """Allow points that differ in several axes; each single change then runs too, since a combination must beat it."""
+    """Allow points that differ in several axes; each single change then runs too, since a combination must beat it.
+    Of `changes`, all but controls are combined."""
     targets: list[StageName]
     """The last stages that the question needs; empty: the whole pipeline."""
     repetitions: Count
@@ -607,9 +611,19 @@ class Experiment(Section):
         names = [change.name for change in self.changes]
         if len(set(names)) != len(names) or "baseline" in names:
             raise ValueError(f"changes are named {names}; allowed: names that differ, none of them baseline")
+        for change in self.changes:
+            others = [other.name for other in self.changes if other is not change and other.control is None]
+            if change.control is not None and change.control not in others:
+                raise ValueError(f"{change.name} has control {change.control}; allowed: the name of another change "
+                                 f"that has no control itself: {', '.join(others) or 'there is none'}")  # fmt: skip
         if len({repr(value) for value in self.values}) != len(self.values):
             raise ValueError(f"values is {self.values}; allowed: values that differ")
         return self
+
+    def combined(self) -> list[Change]:
+        """The changes that a combination has all of: those that are no control."""
+        controls = {change.control for change in self.changes}
+        return [change for change in self.changes if change.name not in controls]
 
 
 class Gate(Section):

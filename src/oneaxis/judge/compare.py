@@ -61,6 +61,8 @@ class Verdict:
     """Of a combination: its best part."""
     against_best: dict[str, Any] | None
     """Of a combination: effect, interval, p-value and decision against that part."""
+    against_control: dict[str, Any] | None
+    """Of a change with a control: the same against it."""
     reasons: Sequence[str]
     recommendations: Sequence[str]
     warnings: Sequence[str]
@@ -250,21 +252,23 @@ def _peak(arms: conditions.Arms, claim: Claim, gate: Gate) -> list[Problem]:
 
 def conclude(
     comparison: Comparison, p_adjusted: float | None = None, num_claims: int = 1, against: Comparison | None = None,
+    *, control: bool = False,
 ) -> Verdict:  # fmt: skip
     """The verdict of a comparison.
 
     Args:
         p_adjusted, num_claims: of the family of claims it belongs to; None: it stands alone.
-        against: of a combination: the same metric against its best single change.
+        against: the same metric against what has to be beaten too: of a combination its best single change.
+        control: whether that is the candidate's control instead.
     """
     claim, evidence, gate = comparison.claim, comparison.evidence, comparison.gate
     decision = _decide(comparison, p_adjusted, num_claims)
     warnings = [problem.reason for problem in comparison.of("warning")]
     if evidence and claim.expected is not None and not evidence.ci_low <= claim.expected <= evidence.ci_high:
         warnings.append(f"the effect expected, {claim.expected:+g}, lies outside the interval")
-    against_best = None
+    beside = None
     if against is not None:
-        decision, against_best = _combination(decision, against)
+        decision, beside = _beaten_too(decision, against, control=control)
     axes = comparison.axes
     # What was not claimed before the run decides nothing afterwards.
     decides = comparison.claimed or decision.word in ("invalid", "unresolved")
@@ -300,8 +304,9 @@ def conclude(
         bar=claim.bar,
         margin=claim.margin,
         expected=claim.expected,
-        best_single=against.baseline if against else None,
-        against_best=against_best,
+        best_single=against.baseline if against and not control else None,
+        against_best=None if control else beside,
+        against_control=beside if control else None,
         reasons=list(decision.reasons),
         recommendations=recommendations,
         warnings=list(dict.fromkeys(warnings)),
@@ -322,8 +327,9 @@ def _decide(comparison: Comparison, p_adjusted: float | None, num_claims: int) -
                   margin=claim.margin, p_adjusted=p_adjusted, num_claims=num_claims)  # fmt: skip
 
 
-def _combination(decision: Decision, against: Comparison) -> tuple[Decision, dict[str, Any]]:
-    """A combination is accepted only when it also beats the best of its parts."""
+def _beaten_too(decision: Decision, against: Comparison, *, control: bool) -> tuple[Decision, dict[str, Any]]:
+    """A combination is accepted only when it also beats the best of its parts, a change only when also its control;
+    where the claim is a margin, when it loses no more than that against them."""
     beside = _decide(against, None, 1)
     evidence = against.evidence
     details = {
@@ -338,9 +344,15 @@ def _combination(decision: Decision, against: Comparison) -> tuple[Decision, dic
     }
     if decision.word != "accept":
         return decision, details
-    best = against.baseline
-    said = [*decision.reasons, *(f"against its best part, {best}: {reason}" for reason in beside.reasons)]
+    other = against.baseline
+    which = "control" if control else "best part"
+    said = [*decision.reasons, *(f"against its {which}, {other}: {reason}" for reason in beside.reasons)]
     if beside.word == "accept":
         return Decision("accept", said, decision.recommendations), details
-    recommendation = f"take {best} alone" if beside.word in ("tie", "reject") else "settle that comparison first"
-    return Decision(beside.word, [f"it does not beat the best of its parts, {best}", *said], [recommendation]), details
+    whom = f"its control, {other}" if control else f"the best of its parts, {other}"
+    short = f"it does not beat {whom}"
+    if against.claim.margin is not None:
+        short = f"that it loses no more than the margin against {whom} is not shown"
+    alone = f"take {other}, or the baseline: what it gains, {other} gains too" if control else f"take {other} alone"
+    recommendation = alone if beside.word in ("tie", "reject") else "settle that comparison first"
+    return Decision(beside.word, [short, *said], [recommendation]), details

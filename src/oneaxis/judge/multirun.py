@@ -73,21 +73,38 @@ def judge_points(plan: Plan, arms: Mapping[str, Sequence[Record]]) -> list[Verdi
                 continue
             best = best_part(point, claim, comparisons)
             against = None
-            if best:
-                beside = claim.model_copy(update={"bar": 0.0, "margin": None, "expected": None})
-                against = prepared(plan.point(best), point, beside)
+            if beside := best or point.control:
+                # What has to be beaten has to be beaten by anything; what may be lost may be lost against it too.
+                asked = claim.model_copy(update={"bar": 0.0, "expected": None})
+                against = prepared(plan.point(beside), point, asked)
             verdicts.append(conclude(
-                comparison, adjusted.get((point.name, claim.metric)), len(tested) or 1, against
+                comparison, adjusted.get((point.name, claim.metric)), len(tested) or 1, against,
+                control=not best,
             ))  # fmt: skip
     return verdicts
 
 
 def _between(before: Point, after: Point) -> list[Axis]:
-    """The axes declared between two points: between a part and its combination, those that the part does not move."""
+    """The axes declared between two points: between a part and its combination, those that the part does not move;
+    between a control and its change, their axis from the one's value to the other's."""
     if before.role == "baseline":
         return list(after.axes)
+    if after.control == before.name:
+        return [_from_to(*both) for both in zip(before.axes, after.axes, strict=True)]
     moved = {axis.name for axis in before.axes}
     return [axis for axis in after.axes if axis.name not in moved]
+
+
+def _from_to(before: Axis, after: Axis) -> Axis:
+    """The axis between two points that both move it from the same baseline."""
+    leaves = {}
+    for key in {**before.leaves, **after.leaves}:
+        # A setting that one of the points leaves alone has the baseline's value there.
+        one = before.leaves[key][1] if key in before.leaves else after.leaves[key][0]
+        other = after.leaves[key][1] if key in after.leaves else before.leaves[key][0]
+        if one != other:
+            leaves[key] = [one, other]
+    return Axis(after.name, after.kind, before.after, after.after, leaves)
 
 
 def best_part(point: Point, claim: Claim, comparisons: Mapping[tuple[str, str], Comparison]) -> str | None:

@@ -96,13 +96,13 @@ def _numbers(verdict: Verdict) -> Iterable[str]:
         gate.append(f"spread {verdict.spread:.1%}")
     if gate:
         yield from _wrapped("gate", ", ".join(gate))
-    if verdict.against_best and verdict.against_best["effect"] is not None:
-        best = verdict.against_best
-        yield from _wrapped(
-            "best part",
-            f"{best['point']} ({number(best['value'], 4)}): {_signed(best['effect'])}, {_signed(best['ci_low'])} to "
-            f"{_signed(best['ci_high'])}: {best['decision']}",
-        )
+    for label, beside in (("best part", verdict.against_best), ("control", verdict.against_control)):
+        if beside and beside["effect"] is not None:
+            yield from _wrapped(
+                label,
+                f"{beside['point']} ({number(beside['value'], 4)}): {_signed(beside['effect'])}, "
+                f"{_signed(beside['ci_low'])} to {_signed(beside['ci_high'])}: {beside['decision']}",
+            )
 
 
 def _signed(value: float) -> str:

@@ -79,7 +79,7 @@ def read_experiment(root: Path, name: str) -> Listed:
     values = [shown(value) for value in experiment.values]
     if experiment.changes:
         values = ["baseline", *(change.name for change in experiment.changes)]
-        values += ["+".join(values[1:])] if experiment.combine else []
+        values += ["+".join(change.name for change in experiment.combined())] if experiment.combine else []
     return Listed(
         name=name,
         question=experiment.question,

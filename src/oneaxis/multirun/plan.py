@@ -66,11 +66,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Draft:
-    """A point before it is compared: its name, its overrides, and the points that hold its single changes."""
+    """A point before it is compared: its name, its overrides, the points that hold its single changes, its control."""
 
     name: str
     overrides: Sequence[str]
     parts: Sequence[str] = ()
+    control: str = ""
 
 
 def make_plan(root: Path, overrides: Sequence[str], *, resume: str | None, now: datetime) -> Plan:
@@ -245,13 +246,17 @@ def _drafts(conf: Path, asked: Asked, first: Composed) -> list[Draft]:
 
 
 def _drafts_of_changes(held: Sequence[str], experiment: Any) -> list[Draft]:
-    changes = [Draft(_ref_safe(change.name), [*held, *change.overrides]) for change in experiment.changes]
-    drafts = [Draft("baseline", held), *changes]
+    drafts = [Draft("baseline", held)]
+    for change in experiment.changes:
+        control = _ref_safe(change.control) if change.control else ""
+        drafts.append(Draft(_ref_safe(change.name), [*held, *change.overrides], control=control))
     if experiment.combine:
-        if len(changes) < 2:
-            raise UserError(f"experiment.combine: {experiment.name} has {len(changes)} change; allowed: two at least")
-        together = [override for change in experiment.changes for override in change.overrides]
-        parts = [change.name for change in changes]
+        combined = experiment.combined()
+        if len(combined) < 2:
+            raise UserError(f"experiment.combine: {experiment.name} has {len(combined)} change besides controls; "
+                            "allowed: two at least")  # fmt: skip
+        together = [override for change in combined for override in change.overrides]
+        parts = [_ref_safe(change.name) for change in combined]
         drafts.append(Draft(_name("+".join(parts)), [*held, *together], parts))
     return drafts
 
@@ -328,7 +333,8 @@ def _compare(conf: Path, drafts: Sequence[Draft], composed: Sequence[Composed], 
     for draft, one in zip(drafts[1:], composed[1:], strict=True):
         axes = differences(conf, composed[0], one)
         role = "combination" if len(axes) > 1 else "single"
-        points.append(Point(draft.name, role, list(draft.overrides), axes, list(draft.parts)))  # type: ignore[arg-type]
+        parts = list(draft.parts)
+        points.append(Point(draft.name, role, list(draft.overrides), axes, parts, draft.control))  # type: ignore[arg-type]
     several = [point for point in points if len(point.axes) > 1]
     if several and not combine:
         raise UserError(_too_many(points[0], several))
@@ -337,14 +343,18 @@ def _compare(conf: Path, drafts: Sequence[Draft], composed: Sequence[Composed], 
             raise UserError(f"{points[other].name}: the same settings as {points[index].name}, nothing changes; "
                             "allowed: values that differ from each other and from the baseline")  # fmt: skip
     for point in points[1:]:
-        parts = [part for part in points if part.name in point.parts]
-        if len(point.axes) > 1 and not (parts and all(part.role == "single" for part in parts)):
+        alone = [part for part in points if part.name in point.parts]
+        if len(point.axes) > 1 and not (alone and all(part.role == "single" for part in alone)):
             raise UserError(f"{point.name}: one change that moves {len(point.axes)} axes, {_list_axes(point.axes)}; "
                             f"allowed: each a change of its own{_as_choice(conf, point.axes)}")  # fmt: skip
         if point.parts and len(point.axes) == 1:
             raise UserError(f"{point.name}: differs from the baseline in {point.axes[0].name} alone, which its parts "
                             "move too (a choice may bring the very value that is swept), so it combines nothing; "
                             "allowed: sweeps of different axes, or one sweep")  # fmt: skip
+        control = next((other for other in points if other.name == point.control), None)
+        if control and [axis.name for axis in control.axes] != [axis.name for axis in point.axes]:
+            raise UserError(f"{point.name}: moves {_list_axes(point.axes)} and its control {control.name} "
+                            f"{_list_axes(control.axes)}; allowed: a control on the same axis")  # fmt: skip
     return points
 
 

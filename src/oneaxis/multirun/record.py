@@ -50,6 +50,8 @@ class Point:
     """In which it differs from the baseline; empty for the baseline."""
     parts: Sequence[str] = ()
     """Of a combination: the names of the points that are its single changes."""
+    control: str = ""
+    """Of a single change: the point that it has to beat besides the baseline, on the same axis; empty: none."""
 
 
 @dataclass(frozen=True)

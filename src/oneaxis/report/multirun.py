@@ -93,6 +93,7 @@ def render(multirun: Multirun, compared: list[Comparison], answers: list[Table])
         parts.append(_part(multirun, comparison, plotted=plotted))
     cards = verdicts.cards(multirun, compared)
     combination = verdicts.combinations(multirun, compared)
+    controls = verdicts.controls(multirun, compared)
     certainty, notes = verdicts.certainty(multirun), verdicts.notes(multirun)
     failures = verdicts.failures_table(multirun)
     points = [verdicts.axes_table(multirun), *verdicts.leaves_tables(multirun), *([failures] if failures else []),
@@ -100,6 +101,7 @@ def render(multirun: Multirun, compared: list[Comparison], answers: list[Table])
     nav = [(part.id, part.title) for part in parts[:shown]]
     nav += [("further", "Further metrics")] if parts[shown:] else []
     nav += [("cards", "Cards")] if cards else []
+    nav += [("controls", "Controls")] if controls else []
     nav += [("combination", "Combination")] if combination else []
     nav += [("answers", "Answers")] if answers else []
     nav += (
@@ -113,8 +115,8 @@ def render(multirun: Multirun, compared: list[Comparison], answers: list[Table])
         random=_random(multirun), nav=nav,
         lines=[(comparison, verdicts.verdict_line(comparison)) for comparison in compared[:shown]],
         asked=verdicts.asked(multirun), cards=cards[:SHOWN_CARDS], more_cards=cards[SHOWN_CARDS:ALL_CARDS],
-        cards_left=max(0, len(cards) - ALL_CARDS), shown=parts[:shown], folded=parts[shown:], combination=combination,
-        answers=answers, points=points, certainty=certainty, notes=notes,
+        cards_left=max(0, len(cards) - ALL_CARDS), shown=parts[:shown], folded=parts[shown:], controls=controls,
+        combination=combination, answers=answers, points=points, certainty=certainty, notes=notes,
         provenance=verdicts.provenance_tables(multirun),
     )  # fmt: skip
 

@@ -259,6 +259,32 @@ def combinations(multirun: Multirun, compared: Sequence[Comparison]) -> Table | 
     )  # fmt: skip
 
 
+def controls(multirun: Multirun, compared: Sequence[Comparison]) -> Table | None:
+    """Each change beside its control, per metric; None where none has one."""
+    rows: list[list[str | Link]] = []
+    tones = []
+    for comparison in compared:
+        found = {row.point: row for row in comparison.rows}
+        for point in multirun.candidates:
+            row = found.get(point.name)
+            against: Mapping[str, Any] = (row.verdict.get("against_control") or {}) if row else {}
+            if row is None or not against:
+                continue
+            control = found.get(point.control)
+            ends = (finite(against.get(name)) for name in ("effect", "ci_low", "ci_high"))
+            rows.append([point.name, comparison.metric, WORDS.get(row.decision, row.decision), row.shown[0],
+                         point.control, control.shown[0] if control else text.NONE, *text.effect(*ends),
+                         WORDS.get(str(against.get("decision")), text.NONE)])  # fmt: skip
+            tones.append(TONES.get(row.decision, ""))
+    if not rows:
+        return None
+    return Table(
+        ("Change", "metric", "decision", "effect", "control", "its effect", "change − control", "interval",
+         "against it"), rows, "llsrlrrrl", caption="Changes against their controls", tones=tones,
+        note="A change that does not beat its control does not help for the reason that it was made for.",
+    )  # fmt: skip
+
+
 # --- the points ----------------------------------------------------------------------------------------------
 
 
