@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import polars as pl
 import pytest
 from markupsafe import escape
 
@@ -195,6 +196,31 @@ def test_a_change_stands_beside_its_control(tmp_path: Path, multirun: Make, judg
     table = outline(write_multirun_report(tmp_path)).table("Changes against their controls")
     assert table.column(0) == ["ches"]
     assert table.row("ches")[2:] == ["= tie", "−0.27", "random", "−0.31", "+0.04", "[−0.02, +0.10]", "= tie"]
+
+
+def test_what_training_did_stands_for_every_point_that_was_trained(
+    tmp_path: Path, multirun: Make, judged: Make, outline: Make
+) -> None:
+    """The baseline's rewards are beta times -1 and -3 nats; a=1 was trained with another beta, a=2 not at all."""
+    made = multirun(
+        tmp_path, candidates={"a=1": 1.0, "a=2": 2.0}, metrics=[PPL], verdicts=[judged("a=1", PPL, "tie", 0.0, 0.1)]
+    )
+    for point, verdict, beta in (("alpha=0.0", "displacement", 0.1), ("a=1", "healthy", 0.5)):
+        folder = made / "points" / point / "r0" / "artifacts"
+        (folder / "train_dpo").mkdir()
+        effect = {"effect": -3.0, "ci_low": -4.0, "ci_high": -2.0}
+        write_json(folder / "train_dpo" / "displacement.json",
+                   {"verdict": verdict, "chosen": effect, "rejected": effect, "n": 64, "confidence": 0.95})  # fmt: skip
+        write_json(folder / "train_dpo" / "manifest.json", {"params": {"train": {"beta": beta}}, "notes": {}})
+        write_json(folder / "train_dpo.metrics.json", {"train_dpo/chosen_logp_before": -40.0})
+        log = pl.DataFrame({"step": [2, 4], "rewards/chosen": [-1.0 * beta, -3.0 * beta]})
+        log.write_parquet(folder / "train_dpo" / "train_log.parquet")
+    page = outline(write_multirun_report(made))
+    table = page.table("What training did in each point")
+    assert table.column(0) == ["alpha=0.0", "a=1"]
+    assert table.row("alpha=0.0")[1:] == ["displacement", "−40.00", "–", *["−3.0 [−4.0, −2.0]"] * 2, "–"]
+    assert table.classes[-2:] == ["bad", "good"]
+    assert "Change of the chosen log-probability over the steps of 2 points." in (made / "report.html").read_text()
 
 
 def test_without_a_claim_nothing_is_accepted(tmp_path: Path, multirun: Make, judged: Make, outline: Make) -> None:

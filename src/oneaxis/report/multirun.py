@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from oneaxis.report import effects, scores, verdicts
+from oneaxis.report import effects, scores, trained, verdicts
 from oneaxis.report.page import environment
 from oneaxis.report.plots import Plot
 from oneaxis.report.records import Multirun, missing, read_multirun
@@ -48,7 +48,8 @@ def write_multirun_report(folder: Path) -> Path:
     """
     multirun = read_multirun(folder)
     compared = verdicts.comparisons(multirun)
-    _write(folder / PAGE, render(multirun, compared, scores.between_points(folder, multirun)))
+    answers, training = scores.between_points(folder, multirun), trained.between_points(folder, multirun)
+    _write(folder / PAGE, render(multirun, compared, answers, training))
     _write(folder / CARD, card_text(multirun, compared))
     return folder / PAGE
 
@@ -81,8 +82,15 @@ def card_text(multirun: Multirun, compared: list[Comparison]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def render(multirun: Multirun, compared: list[Comparison], answers: list[Table]) -> str:
-    """The page as HTML text. `answers`: which items changed, where they were scored."""
+def render(
+    multirun: Multirun, compared: list[Comparison], answers: list[Table], training: tuple[list[Plot], list[Table]]
+) -> str:
+    """The page as HTML text.
+
+    Args:
+        answers: which items changed, where they were scored.
+        training: what it did in each point, where points were trained.
+    """
     claimed = sum(comparison.claimed for comparison in compared)
     shown = max(claimed, SHOWN_METRICS)
     room = PLOTTED_ROWS
@@ -98,7 +106,8 @@ def render(multirun: Multirun, compared: list[Comparison], answers: list[Table])
     failures = verdicts.failures_table(multirun)
     points = [verdicts.axes_table(multirun), *verdicts.leaves_tables(multirun), *([failures] if failures else []),
               verdicts.jobs_table(multirun)]  # fmt: skip
-    nav = [(part.id, part.title) for part in parts[:shown]]
+    nav = [("training", "Training")] if training[1] else []
+    nav += [(part.id, part.title) for part in parts[:shown]]
     nav += [("further", "Further metrics")] if parts[shown:] else []
     nav += [("cards", "Cards")] if cards else []
     nav += [("controls", "Controls")] if controls else []
@@ -116,7 +125,7 @@ def render(multirun: Multirun, compared: list[Comparison], answers: list[Table])
         lines=[(comparison, verdicts.verdict_line(comparison)) for comparison in compared[:shown]],
         asked=verdicts.asked(multirun), cards=cards[:SHOWN_CARDS], more_cards=cards[SHOWN_CARDS:ALL_CARDS],
         cards_left=max(0, len(cards) - ALL_CARDS), shown=parts[:shown], folded=parts[shown:], controls=controls,
-        combination=combination, answers=answers, points=points, certainty=certainty, notes=notes,
+        combination=combination, answers=answers, training=training, points=points, certainty=certainty, notes=notes,
         provenance=verdicts.provenance_tables(multirun),
     )  # fmt: skip
 
