@@ -129,7 +129,7 @@ KEYS: dict[str, list[Any]] = {
 GROUPS = {
     "quantize": ["w8a8_int8_dynamic", "w8a8_int8_static", "none"],
     "train": ["dpo", "none"],
-    "pairs": ["ches", "all"],
+    "pairs": ["ches", "all", "random"],
     "load": ["default", "paired"],
 }
 NO_AXES = {"gate": ["cpu", "gpu"], "report.title": ["oneaxis", "x"], "experiment.repetitions": [1, 6]}

@@ -155,6 +155,8 @@ class PairFilter(Section):
     rule: Literal["all", "quantile", "count", "threshold"]
     """quantile: keep the lowest share `value`; count: keep the lowest `value`; threshold: keep scores <= `value`."""
     value: float
+    control_seed: Annotated[int, Field(ge=0)] | None
+    """null: what the rule drops are the highest scores. A seed: the control, as many pairs dropped at random."""
     max_tokens: Annotated[int, Field(ge=8)]
     """Longest prompt + response; a longer pair is dropped and counted."""
     batch_tokens: Annotated[int, Field(ge=64)]
@@ -165,6 +167,8 @@ class PairFilter(Section):
             raise ValueError(f"value is {self.value}; pairs.rule=quantile allows 0 < value <= 1")
         if self.rule == "count" and (self.value < 1 or self.value != int(self.value)):
             raise ValueError(f"value is {self.value}; pairs.rule=count allows whole numbers from 1")
+        if self.rule == "all" and self.control_seed is not None:
+            raise ValueError(f"control_seed is {self.control_seed}, and pairs.rule=all drops nothing; allowed: null")
         return self
 
 

@@ -7,6 +7,7 @@ leave the table and are counted.
 """
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rapidfuzz.distance import Levenshtein
 from scipy import stats
 
 from oneaxis.config.schema import PairFilter
+from oneaxis.data.sample import drawn
 from oneaxis.errors import UserError
 from oneaxis.preference.ches import ches_scores
 from oneaxis.preference.forward import hidden_sums, load
@@ -40,6 +42,8 @@ def filter_pairs(
     table = score_pairs(model, usable, tokens, config.batch_tokens)
     train = table.filter(pl.col("split") == "train")
     kept_ids = keep(dict(train.select("pair_id", config.score).iter_rows()), config.rule, config.value)
+    if config.control_seed is not None:
+        kept_ids = at_random(train["pair_id"].to_list(), len(kept_ids), config.control_seed)
     if len(kept_ids) < FEWEST_KEPT:
         raise UserError(_too_few(len(kept_ids), train.height, unusable, config))
     table = table.with_columns(kept=pl.col("pair_id").is_in(list(kept_ids)) | (pl.col("split") != "train"))
@@ -105,6 +109,12 @@ def keep(scores: dict[str, float], rule: str, value: float) -> set[str]:
     return set(ordered[:count])
 
 
+def at_random(pair_ids: Iterable[str], count: int, seed: int) -> set[str]:
+    """`count` of the ids, drawn by the hash of seed and id: whatever their order or scores."""
+    rows = [{"pair_id": pair_id} for pair_id in pair_ids]
+    return {row["pair_id"] for row in drawn(rows, lambda row: row["pair_id"], seed=seed, table="control")[:count]}
+
+
 def distribution(table: pl.DataFrame, score: str) -> pl.DataFrame:
     """Histogram of a score for `dvc plots` (bar, x = the bin's centre, y = count, one colour an outcome).
 
@@ -158,9 +168,10 @@ def _metrics(table: pl.DataFrame, unusable: dict[str, list[str]], config: PairFi
         "unusable": float(sum(map(len, unusable.values()))),
         "ln_ches_median": float(np.median(train["ln_ches"].to_numpy())),
         "ches_median": float(np.median(train["ches"].to_numpy())),
-        f"{config.score}_cutoff": float(np.max(kept[config.score].to_numpy())),
         "edit_similarity_kept": float(np.mean(kept["edit_similarity"].to_numpy())),
     }
+    if config.control_seed is None:
+        metrics[f"{config.score}_cutoff"] = float(np.max(kept[config.score].to_numpy()))
     if kept.height < train.height:
         left_out = train.filter(~pl.col("kept"))
         metrics["edit_similarity_dropped"] = float(np.mean(left_out["edit_similarity"].to_numpy()))
@@ -180,7 +191,8 @@ def _notes(table: pl.DataFrame, unusable: dict[str, list[str]], config: PairFilt
         "score": config.score,
         "rule": config.rule,
         "value": config.value,
-        "cutoff": float(np.max(train.filter("kept")[config.score].to_numpy())),
+        "control_seed": config.control_seed,
+        "cutoff": float(np.max(train.filter("kept")[config.score].to_numpy())) if config.control_seed is None else None,
         "train": train.height,
         "kept": train.height - dropped.height,
         "dropped": dropped.height,
