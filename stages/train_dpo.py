@@ -10,7 +10,7 @@ def work(stage: Stage) -> dict[str, float]:
         stage.notes["policy"] = stage.paths["policy"]
         return {"train_dpo/steps": 0.0}
 
-    stage.take_device("compute", gpus=1)
+    stage.take_device("compute", gpus=config.processes)
     import polars as pl
 
     from oneaxis.dvc_plots import training_curve
@@ -28,6 +28,7 @@ def work(stage: Stage) -> dict[str, float]:
             out=stage.out,
             scratch=stage.root / STATE / "scratch" / "train_dpo",
             on_log=live,
+            observed=stage.observed,
         )
     finally:
         live.close()

@@ -16,7 +16,8 @@ def train(**changes: Any) -> TrainDpo:
         "gradient_accumulation": 1, "warmup_steps": 1, "max_length": 128, "log_every": 1, "probe_prompts": 3,
         "escape_text": "I will not help with that.",
         "displacement": {"slight_nats": 0.5, "steep_nats": 5.0, "confidence": 0.95}, "dpo_args": {},
-        "sft": {"epochs": 0.0, "learning_rate": 1e-3},
+        "sft": {"epochs": 0.0, "learning_rate": 1e-3}, "lora": {"r": 0, "alpha": 16, "targets": "all-linear"},
+        "processes": 1, "checkpoint_s": None, "reference": "start",
     }  # fmt: skip
     return TrainDpo.model_validate(values | changes)
 

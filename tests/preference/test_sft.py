@@ -52,4 +52,4 @@ def test_sft_fits_the_chosen_responses_and_its_result_is_the_reference(
     assert judged["sft"]["chosen"]["effect"] == pytest.approx(
         metrics["chosen_logp_before"] - metrics["chosen_logp_source"]
     )
-    assert notes["reference"] == "the model after SFT"
+    assert notes["reference"] == "after SFT"

@@ -180,6 +180,10 @@ class TrainNone(Section):
 
     kind: Literal["none"]
 
+    def idle(self) -> dict[str, str]:
+        """As that of DPO: there is nothing to be idle."""
+        return {}
+
 
 class Displacement(Section):
     """What counts as slight and steep, in nats per response, for the displacement verdict."""
@@ -203,6 +207,17 @@ class Sft(Section):
     learning_rate: Positive
 
 
+class Lora(Section):
+    """Low-rank adapters through peft, on the model in float32; merged into the weights that are written."""
+
+    r: Annotated[int, Field(ge=0)]
+    """Rank; 0: all weights are trained."""
+    alpha: Count
+    """The update is scaled by alpha / r."""
+    targets: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
+    """Names of modules, an expression that matches their full names, or `all-linear`: all but the head."""
+
+
 class TrainDpo(Section):
     """DPO through TRL. `rpo_alpha` adds rpo_alpha * NLL(chosen), averaged over all chosen tokens of the batch."""
 
@@ -213,6 +228,10 @@ class TrainDpo(Section):
     steps: Count
     batch_size: Count
     gradient_accumulation: Count
+    processes: Count
+    """Started by `accelerate launch`, each on a device of its own, with `batch_size / processes` pairs at a time."""
+    checkpoint_s: NonNegative | None
+    """A state to go on from is saved at the first logging step after so many seconds; 0: at each, null: at none."""
     warmup_steps: Annotated[int, Field(ge=0)]
     max_length: Annotated[int, Field(ge=16)]
     log_every: Count
@@ -221,8 +240,27 @@ class TrainDpo(Section):
     escape_text: Annotated[str, Field(min_length=1)]
     displacement: Displacement
     sft: Sft
+    lora: Lora
+    """Of SFT as well as of DPO."""
+    reference: Literal["start", "fetched"]
+    """start: the model that DPO begins with, as DPO assumes. fetched: the fetched model, SFT or no SFT."""
     dpo_args: dict[str, Any]
     """Passed to TRL's DPOConfig as they are; keys that this section sets are refused."""
+
+    @model_validator(mode="after")
+    def _batch_is_shared_out(self) -> "TrainDpo":
+        if self.batch_size % self.processes:
+            raise ValueError(f"processes is {self.processes}; allowed: a divisor of batch_size ({self.batch_size})")
+        return self
+
+    def idle(self) -> dict[str, str]:
+        """Settings that change nothing beside the others, by their full names: the setting to blame."""
+        found: dict[str, str] = {}
+        if not self.sft.epochs:
+            found |= dict.fromkeys(("train.sft.learning_rate", "train.reference"), "train.sft.epochs=0")
+        if not self.lora.r:
+            found |= dict.fromkeys(("train.lora.alpha", "train.lora.targets"), "train.lora.r=0")
+        return found
 
 
 Train = Annotated[TrainNone | TrainDpo, Field(discriminator="kind")]

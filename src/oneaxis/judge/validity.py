@@ -75,6 +75,7 @@ def _warnings(results: "Results") -> list[str]:
     if displacement and displacement["verdict"] != "healthy":
         said = "" if displacement["verdict"] == "no clear change" else "; ".join(displacement.get("reasons") or [])
         warnings.append(f"preference training: {displacement['verdict']}" + (f" ({said})" if said else ""))
+    warnings += [f"preference training: {said}" for said in (displacement or {}).get("warnings", [])]
     if results.section("model").get("kind") != "random":
         odd = [answer["prompt"] for answer in results.document("serve", "smoke.json") or [] if not answer["sane"]]
         warnings += [f"odd answer of the served model to {prompt!r}" for prompt in odd]

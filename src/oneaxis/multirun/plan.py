@@ -520,15 +520,19 @@ def _check_axes_reach_a_stage(points: Sequence[Point], reached: Sequence[Sequenc
 
 
 def _check_axes_do_something(points: Sequence[Point], configs: Sequence[Config]) -> None:
-    before = configs[0].quantize.idle()
+    before = _idle(configs[0])
     for point, config in zip(points[1:], configs[1:], strict=True):
         # What is idle on one side only is not refused: there it may matter.
-        idle = {name: blamed for name, blamed in config.quantize.idle().items() if name in before}
+        idle = {name: blamed for name, blamed in _idle(config).items() if name in before}
         for axis in point.axes:
             if idle.keys() >= set(axis.leaves):
                 raise UserError(f"{point.name}: {axis.name} does nothing with {idle[min(axis.leaves)]}, so all points "
                                 "would be the same; allowed: another axis, or that setting changed for all "
                                 "points")  # fmt: skip
+
+
+def _idle(config: Config) -> dict[str, str]:
+    return config.quantize.idle() | config.train.idle()
 
 
 def _readers(axis: Axis) -> list[str]:

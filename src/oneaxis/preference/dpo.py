@@ -17,28 +17,32 @@ From a checkpoint, scored pairs and benign probes to a trained checkpoint and th
    difference from the `*_after_float32` metrics.
 
 Same inputs, same bytes on the same machine with the same number of threads. Not promised: across machines, thread
-counts or library versions, or on CUDA, where sums run in another order each time. A run that was killed starts afresh:
-at these sizes a training state would cost more than the steps it saves.
+counts or library versions, or on CUDA, where sums run in another order each time. A run that was killed goes on from
+its newest checkpoint (`oneaxis.preference.trainer`).
 """
 
 import gc
+import hashlib
+import json
 import shutil
+import sys
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
 import torch
 
-from oneaxis.artifacts import write_json
+from oneaxis.artifacts import read_json, sha256_file, write_json
 from oneaxis.config.schema import TrainDpo
 from oneaxis.errors import UserError
 from oneaxis.judge.paired import Effect, paired_difference
 from oneaxis.preference.displacement import interval, verdict
-from oneaxis.preference.dpo_config import NORMALISATION, dpo_config, sft_config
+from oneaxis.preference.dpo_config import NORMALISATION, dpo_config
 from oneaxis.preference.forward import device, load, response_logps
 from oneaxis.preference.pairs import Sequence, tokenize_continuation, tokenize_pair
-from oneaxis.preference.trainer import conversational, fit, fit_sft
+from oneaxis.preference.trainer import Training, conversational, gap_warning, save_beside_files_of, train, went_on_from
 from oneaxis.preference.watch import OnLog
 
 
@@ -52,6 +56,7 @@ def train_dpo(
     out: Path,
     scratch: Path,
     on_log: OnLog | None = None,
+    observed: dict[str, Any] | None = None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Write `checkpoint/`, `train_log.parquet`, `heldout.parquet` and `displacement.json` to `out`.
 
@@ -61,8 +66,10 @@ def train_dpo(
         source: the checkpoint that is trained; the reference too, unless SFT comes first.
         pairs: as filter_pairs writes them (kept, split).
         probes: benign prompts (column prompt).
-        scratch: a folder of our own for TRL's files; made empty first, removed at the end.
+        scratch: a folder of our own for the trainings. What a run of the same inputs left there is gone on from, what
+            another left is removed; removed at the end.
         on_log: called at each logging step with (metrics, step).
+        observed: takes the steps that were gone on from, where there were any.
 
     Returns:
         (metrics without prefix, notes).
@@ -71,20 +78,20 @@ def train_dpo(
         UserError: too few pairs or probes, a mix of plain and conversational pairs, or a wrong `train.dpo_args`.
         RunError: the loss is not finite.
     """
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    arguments = dpo_config(config, seed=seed, output_dir=scratch / "trainer", cpu=device().type == "cpu")
+    arguments = dpo_config(config, seed=seed, output_dir=scratch, cpu=device().type == "cpu")
+    claim(scratch, inputs_key(source, pairs, probes, config, seed))
+    observed = {} if observed is None else observed
     model, tokenizer = load(source)
 
-    train, _, train_long = fitting(pairs.filter((pl.col("split") == "train") & pl.col("kept")), tokenizer, config)
+    kept, _, train_long = fitting(pairs.filter((pl.col("split") == "train") & pl.col("kept")), tokenizer, config)
     heldout, tokens, heldout_long = fitting(pairs.filter(pl.col("split") == "heldout"), tokenizer, config)
     steps_pairs = config.steps * config.batch_size * config.gradient_accumulation
-    check_pairs(train, heldout, config)
+    check_pairs(kept, heldout, config)
     escapes = escape_sequences(probes, tokenizer, config)
-    sample = sampled(train, steps_pairs, seed)
+    sample = sampled(kept, steps_pairs, seed)
     notes: dict[str, Any] = {
         "policy": "artifacts/train_dpo/checkpoint",
-        "pairs_kept": train.height,
+        "pairs_kept": kept.height,
         "pairs_trained_on": sample.height,
         "epochs": steps_pairs / sample.height,
         "heldout_pairs": heldout.height,
@@ -95,18 +102,32 @@ def train_dpo(
         "tokenized": "conversational: chat template" if conversational(sample) else "plain: prompt + response + EOS",
         "weights": "trained in float32, written in bfloat16 by stochastic rounding, measured as written",
         "probe_prompts": len(escapes),
-        "reference": "the model after SFT" if config.sft.epochs else "the fetched model",
+        "reference": "after SFT" if config.sft.epochs and config.reference == "start" else "the fetched model",
     }
 
-    fetched = None
+    def run(method: Literal["sft", "dpo"], start: Path, reference: Path, table: pl.DataFrame) -> Path:
+        folder = scratch / method
+        if step := went_on_from(folder):
+            observed[f"{method}_went_on_from_step"] = step
+            print(f"oneaxis: train_dpo: {method} goes on from step {step}", file=sys.stderr, flush=True)
+        return train(Training(method, start, reference, config, seed), table, probes, escapes, folder, on_log)
+
+    fetched, start = None, source
     if config.sft.epochs:
         fetched = measure(model, tokens, escapes, "before SFT")
-        supervised = sft_config(config, seed=seed, output_dir=scratch / "sft", cpu=device().type == "cpu")
-        fit_sft(model, tokenizer, train, supervised, scratch).write_parquet(out / "sft_log.parquet")
-        notes["sft"] = {"pairs": train.height, "loss": "mean NLL over the tokens of the chosen responses of a step"}
+        del model
+        start = run("sft", source, source, kept)
+        shutil.copyfile(start / "log.parquet", out / "sft_log.parquet")
+        notes["sft"] = {"pairs": kept.height, "loss": "mean NLL over the tokens of the chosen responses of a step"}
+        model, _ = load(start)
     before = measure(model, tokens, escapes, "before DPO")
-    log = fit(model, tokenizer, sample, escapes, arguments, config, scratch, on_log)
-    log.write_parquet(out / "train_log.parquet")
+    del model
+    gc.collect()
+    result = run("dpo", start, start if config.reference == "start" else source, sample)
+    shutil.copyfile(result / "log.parquet", out / "train_log.parquet")
+    gap = read_json(result / "reference.json")
+    notes["reference_gap_nats"] = gap
+    model, _ = load(result)
     unrounded = measure(model, tokens, escapes, "after, float32")
     write_checkpoint(model, source, out / "checkpoint", seed=seed)
     del model
@@ -127,10 +148,39 @@ def train_dpo(
             name: interval(paired_difference(fetched[name], before[name], config.displacement.confidence))
             for name in ("chosen", "rejected", "margin", "escape")
         }
+    judged["warnings"] = [said] if (said := gap_warning(gap)) else []
     write_json(out / "displacement.json", judged)
     notes["verdict"] = judged["verdict"]
     levels = {"before": before, "after": after, "after_float32": unrounded} | ({"source": fetched} if fetched else {})
     return metrics(levels, effects, config.steps), notes
+
+
+# --- the inputs -------------------------------------------------------------------------------------------------------
+
+
+def inputs_key(source: Path, pairs: pl.DataFrame, probes: pl.DataFrame, config: TrainDpo, seed: int) -> str:
+    """Hex SHA-256 of all that the bytes of the result follow from: inputs, settings, code, libraries, threads."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in source.iterdir() if path.is_file()):
+        digest.update(f"{path.name} {sha256_file(path)}\n".encode())
+    for table in (pairs, probes):
+        digest.update(table.write_ndjson().encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    libraries = {name: metadata.version(name) for name in ("accelerate", "peft", "torch", "transformers", "trl")}
+    where = [str(device()), torch.get_num_threads(), torch.cuda.get_device_name() if torch.cuda.is_available() else ""]
+    settings = config.model_dump(mode="json", exclude={"checkpoint_s"})
+    digest.update(json.dumps([settings, seed, libraries, where], sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def claim(scratch: Path, key: str) -> None:
+    """Empty `scratch`, unless a run of the same inputs left it."""
+    path = scratch / "inputs.json"
+    if not path.is_file() or read_json(path) != key:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        write_json(path, key)
 
 
 # --- pairs -------------------------------------------------------------------------------------------------------
@@ -218,20 +268,14 @@ def stochastic_bfloat16(weights: torch.Tensor, generator: torch.Generator) -> to
 
 @torch.no_grad()
 def write_checkpoint(model: Any, source: Path, folder: Path, *, seed: int) -> None:
-    """The model in BF16 safetensors; every other file is that of `source` (TRL changes configs of its own accord).
+    """The model in BF16 safetensors, beside the other files of `source`.
 
     `model` is rounded and cast in place, its tied weights once.
     """
     generator = torch.Generator().manual_seed(seed)
     for _, parameter in sorted(model.named_parameters()):
         parameter.copy_(stochastic_bfloat16(parameter.cpu(), generator))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    for path in folder.iterdir():
-        if ".safetensors" not in path.name:
-            path.unlink()
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
-            shutil.copyfile(path, folder / path.name)
+    save_beside_files_of(source, model.to(torch.bfloat16), folder)
 
 
 def heldout_table(heldout: pl.DataFrame, levels: dict[str, dict[str, np.ndarray]]) -> pl.DataFrame:

@@ -28,7 +28,8 @@ class SftWatch(TrainerCallback):
         self.bar = tqdm(disable=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar = tqdm(total=state.max_steps, desc="SFT", unit="step")
+        self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="SFT", unit="step",
+                        disable=not state.is_world_process_zero)  # fmt: skip
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self.bar.update()
@@ -66,7 +67,8 @@ class Watch(TrainerCallback):
         self.bar = tqdm(disable=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar = tqdm(total=state.max_steps, desc="DPO", unit="step")
+        self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="DPO", unit="step",
+                        disable=not state.is_world_process_zero)  # fmt: skip
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self.bar.update()
@@ -82,6 +84,10 @@ class Watch(TrainerCallback):
                            f"try a smaller train.learning_rate (now {args.learning_rate:g})")  # fmt: skip
         values = {name: float(logs[name]) for name in LOGGED}
         values[PROBE] = float(response_logps(model, self.escapes).mean())
+        # The loss is that of the weights before the step, the probe that of the weights after it.
+        if wrong := next((name for name, value in values.items() if not math.isfinite(value)), None):
+            raise RunError(f"{wrong} is {values[wrong]} after step {state.global_step}; "
+                           f"try a smaller train.learning_rate (now {args.learning_rate:g})")  # fmt: skip
         self.rows.append({"step": state.global_step, **values})
         self.bar.set_postfix_str(f"chosen {values['logps/chosen']:.1f}, rejected {values['logps/rejected']:.1f} nats")
         if self.on_log_metrics:
