@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from oneaxis.errors import RunError, UserError
+from oneaxis.errors import UserError
 from oneaxis.judge.paired import paired_difference
 from oneaxis.preference.dpo import escape_sequences, fitting, sampled, stochastic_bfloat16, train_dpo
 from oneaxis.preference.forward import load, response_logps
@@ -245,12 +245,6 @@ def test_the_probe_of_the_last_step_is_that_of_the_trained_weights(checkpoint: P
     metrics, _ = run(checkpoint, tmp_path / "out")
     log = pl.read_parquet(tmp_path / "out" / "train_log.parquet")
     assert log[PROBE][-1] == pytest.approx(metrics["escape_logp_after_float32"], abs=1e-3)
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_no_number_fails_with_the_step(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"at step \d+; try a smaller train.learning_rate"):
-        run(checkpoint, tmp_path / "out", learning_rate=1e30, warmup_steps=0)
 
 
 @pytest.mark.slow
