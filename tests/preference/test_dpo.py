@@ -245,9 +245,3 @@ def test_the_probe_of_the_last_step_is_that_of_the_trained_weights(checkpoint: P
     metrics, _ = run(checkpoint, tmp_path / "out")
     log = pl.read_parquet(tmp_path / "out" / "train_log.parquet")
     assert log[PROBE][-1] == pytest.approx(metrics["escape_logp_after_float32"], abs=1e-3)
-
-
-@pytest.mark.slow
-def test_a_loss_that_trl_does_not_know_is_a_mistake_in_the_settings(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="TRL says: Unknown loss type"):
-        run(checkpoint, tmp_path / "out", dpo_args={"loss_type": ["sigmoyd"]})

@@ -7,7 +7,7 @@ import pytest
 
 from oneaxis.config.schema import TrainDpo
 from oneaxis.errors import UserError
-from oneaxis.preference.dpo_config import GUARDED, INSTEAD, dpo_config
+from oneaxis.preference.dpo_config import GUARDED, INSTEAD, LOSSES, NO_DIVERGENCE, dpo_config
 
 
 def train(**changes: Any) -> TrainDpo:
@@ -70,6 +70,11 @@ def test_keys_that_the_section_sets_or_guards_are_refused_by_name(tmp_path: Path
         ({"rpo_alpha": 1.0, "dpo_args": {"use_liger_kernel": True}}, "computes one loss only"),
         ({"dpo_args": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}}, "DPOConfig says"),
         ({"dpo_args": {"lr_scheduler_type": "zigzag"}}, "DPOConfig says"),
+        ({"dpo_args": {"loss_type": "sigmoyd"}}, "TRL has no loss 'sigmoyd'; allowed: sigmoid, hinge, ipo"),
+        ({"dpo_args": {"loss_type": ["exo_pair"]}}, "label_smoothing=0.0: exo_pair"),
+        ({"dpo_args": {"loss_type": ["robust"], "label_smoothing": 0.5}}, "label_smoothing=0.5: robust"),
+        ({"dpo_args": {"loss_type": ["sft", "aot"], "use_weighting": True}}, "use_weighting=True: .*aot sorts"),
+        ({"dpo_args": {"loss_type": ["apo_down"], "f_divergence_type": "forward_kl"}}, "'forward_kl': apo_down"),
     ],
 )
 def test_wrong_dpo_args_are_one_clear_line(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
@@ -85,3 +90,16 @@ def test_every_refused_key_of_ours_is_a_key_of_trl_or_a_former_one() -> None:
 
     known = {field.name for field in dataclasses.fields(DPOConfig)}
     assert {*INSTEAD, *GUARDED} - known == {"warmup_ratio"}
+
+
+def test_the_losses_are_those_of_trl() -> None:
+    """Oracle: the names that TRL's own code compares with, and those it lets an f-divergence have."""
+    import inspect
+    import re
+
+    from trl import DPOTrainer
+
+    assert set(re.findall(r'loss_type == "(\w+)"', inspect.getsource(DPOTrainer._compute_loss))) == set(LOSSES)
+    extends = re.search(r"f_divergence_loss_types = \{([^}]*)\}", inspect.getsource(DPOTrainer.__init__))
+    assert extends
+    assert set(re.findall(r'"(\w+)"', extends[1])) == set(LOSSES) - set(NO_DIVERGENCE)

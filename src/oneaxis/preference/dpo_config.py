@@ -17,6 +17,13 @@ from oneaxis.errors import UserError
 
 NORMALISATION = "token mean over the chosen tokens of a micro-batch (TRL's sft loss)"
 
+LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+          "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm")  # fmt: skip
+"""What `train.dpo_args.loss_type` may hold: one name or a list, which `loss_weights` then weighs."""
+
+NO_DIVERGENCE = ("nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down")
+"""Losses to which f-divergences do not extend."""
+
 INSTEAD = {
     "beta": "train.beta",
     "learning_rate": "train.learning_rate",
@@ -155,7 +162,39 @@ def check_dpo_args(dpo_args: dict[str, Any], *, anchored: bool) -> None:
         if anchored and key in ("loss_type", "loss_weights"):
             raise UserError(f"{where}: train.rpo_alpha sets the losses; allowed: with train.rpo_alpha=null")
         if anchored and key in ("use_liger_kernel", "liger_kernel_config") and value:
-            raise UserError(f"{where}: the fused kernel computes one loss only; allowed: with train.rpo_alpha=null")
+            raise UserError(f"{where}: Liger's fused kernel computes one loss, and the anchor is a second; "
+                            "allowed: with train.rpo_alpha=null")  # fmt: skip
+    check_losses(dpo_args)
+
+
+def check_losses(dpo_args: dict[str, Any]) -> None:
+    """Refuse a loss that TRL does not have, and what does not go with it: TRL says so after the model has been loaded.
+
+    Raises:
+        UserError: naming the key that is to be changed.
+    """
+    where = "params.yaml: train.dpo_args"
+    given = dpo_args.get("loss_type", "sigmoid")
+    losses = [given] if isinstance(given, str) else given
+    smoothing = dpo_args.get("label_smoothing", 0.0)
+    divergence = dpo_args.get("f_divergence_type", "reverse_kl")
+    for loss in losses:
+        if loss not in LOSSES:
+            raise UserError(f"{where}.loss_type={given!r}: TRL has no loss {loss!r}; allowed: {', '.join(LOSSES)}")
+    if not isinstance(smoothing, int | float):
+        raise UserError(f"{where}.label_smoothing={smoothing!r}: allowed: a number")
+    if "exo_pair" in losses and not 0 < smoothing < 1:
+        raise UserError(f"{where}.label_smoothing={smoothing}: exo_pair takes its logarithm; allowed: more than 0 (its "
+                        "paper: 0.001) and less than 1")  # fmt: skip
+    if "robust" in losses and not 0 <= smoothing < 0.5:
+        raise UserError(f"{where}.label_smoothing={smoothing}: robust takes it for the share of wrong labels and divides "
+                        "by 1 - 2 times it; allowed: from 0 to less than 0.5")  # fmt: skip
+    if dpo_args.get("use_weighting") and (sorting := [loss for loss in losses if loss in ("aot", "aot_unpaired")]):
+        raise UserError(f"{where}.use_weighting=True: weights are per pair, and {sorting[0]} sorts the pairs apart; "
+                        "allowed: false, or another loss_type")  # fmt: skip
+    if divergence != "reverse_kl" and (other := [loss for loss in losses if loss in NO_DIVERGENCE]):
+        raise UserError(f"{where}.f_divergence_type={divergence!r}: {other[0]} is no function of the difference of two "
+                        "rewards; allowed: reverse_kl, or another loss_type")  # fmt: skip
 
 
 def one_line(error: Exception) -> str:
