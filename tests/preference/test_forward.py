@@ -32,10 +32,6 @@ def test_padding_by_hand() -> None:
     assert inputs["input_ids"].tolist() == [[5, 6, 7, 8], [4, 9, 0, 0]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert predicts.int().tolist() == [[0, 1, 1, 0], [1, 0, 0, 0]]
-    inputs, predicts = padded(sequences, "left")
-    assert inputs["input_ids"].tolist() == [[5, 6, 7, 8], [0, 0, 4, 9]]
-    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3], [0, 0, 0, 1]]
-    assert predicts.int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 0]]
 
 
 def naive(model64: Any, sequence: Sequence) -> float:

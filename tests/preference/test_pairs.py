@@ -55,6 +55,13 @@ def test_conversational_without_a_template_is_one_clear_line() -> None:
         render_pair(chat("hi", "yes", "no"), small_tokenizer(chat=False))
 
 
+def test_a_template_that_refuses_a_pair_is_one_line_with_its_id() -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('Conversation roles must alternate') }}"
+    with pytest.raises(UserError, match=r"pairs\.parquet: p: .*refuses it: Conversation roles must alternate; allowed"):
+        tokenize_pair(chat("hi", "yes", "no"), tokenizer, append_eos=False)
+
+
 def test_a_token_across_the_join_moves_the_boundary_back(tokenizer: Any) -> None:
     """`help` and ` help` are tokens here: "I won't h" + "elp" merges, so the response begins before the join."""
     merged = tokenizer.tokenize("I won't help with that.")

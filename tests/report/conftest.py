@@ -149,7 +149,17 @@ def fill(folder: Path, params: dict[str, Any]) -> None:
     metrics["serve"] = serving(folder)
     metrics["sweep"] = sweep(folder, draw, params)
     metrics["score"] = scores(folder, draw)
-    notes: dict[str, dict[str, Any]] = {"fetch_model": {"num_parameters": 134515008, "licence": "Apache-2.0"}}
+    notes: dict[str, dict[str, Any]] = {
+        "fetch_model": {"num_parameters": 134515008, "licence": "Apache-2.0"},
+        "filter_pairs": {
+            "score": "ln_ches", "control_seed": None, "cutoff": -1.5, "train": 32, "kept": 24, "dropped": 8,
+            "heldout": 8, "unusable": {"too_long": 2, "same_tokens": 0}, "unusable_policy": "left out, never cut",
+            "overlap": {"edit_similarity": {"dropped_too": 6, "share": 0.75, "by_chance": 0.25}},
+            "correlations": {"ln_ches": {"edit_similarity": {"spearman": 0.61, "pearson": 0.5},
+                                         "length_difference": {"spearman": -0.2, "pearson": -0.1}}},
+            "scored_text": "prompt + response",
+        },
+    }  # fmt: skip
     for number, stage in enumerate(STAGE_SECTIONS):
         if stage == "report":
             continue

@@ -182,7 +182,7 @@ def test_page_loads_nothing_and_runs_nothing(whole: Whole) -> None:
 def test_every_plot_is_named_and_ids_are_unique(whole: Whole) -> None:
     _, _, page, _ = whole
     plots = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(plots) == 11
+    assert len(plots) == 12
     assert all(plot["role"] == "img" and len(plot["aria-label"] or "") > 20 for plot in plots)
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))

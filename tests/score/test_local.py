@@ -17,9 +17,10 @@ from transformers import (
 )
 
 from oneaxis.errors import UserError
+from oneaxis.packing import ROW_TOKENS
 from oneaxis.quantize.int8 import Int8Linear, quantize_weight
 from oneaxis.score.boundary import Target
-from oneaxis.score.local import ROW_TOKENS, check_head, log_probabilities
+from oneaxis.score.local import check_head, log_probabilities
 from tests.quantize.models import MODELS, split, tiny
 
 TOLERANCE = 5e-5

@@ -138,8 +138,14 @@ def _conversation(record: Record) -> tuple[str, str, str]:
             raise UserError(f"{record.where}: {key} holds no message of its own; allowed: a prompt, and responses "
                             "after it")  # fmt: skip
     for key, messages in (("chosen", chosen), ("rejected", rejected)):
-        if messages[-1]["role"] != "assistant":
-            raise UserError(f"{record.where}: {key} ends with role {messages[-1]['role']!r}; allowed: assistant")
+        for place, verb in ((-1, "ends"), (0, "begins")):
+            if messages[place]["role"] != "assistant":
+                raise UserError(
+                    f"{record.where}: {key} {verb} with role {messages[place]['role']!r}; allowed: assistant"
+                )
+    if prompt[-1]["role"] not in ("user", "tool"):
+        raise UserError(f"{record.where}: prompt ends with role {prompt[-1]['role']!r}; allowed: user or tool, so that "
+                        "the assistant's turn comes next")  # fmt: skip
     as_json = [json.dumps(messages, ensure_ascii=False) for messages in (prompt, chosen, rejected)]
     return as_json[0], as_json[1], as_json[2]
 

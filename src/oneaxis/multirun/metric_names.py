@@ -49,8 +49,8 @@ def _names(config: Config, stage: str) -> set[str]:
         case "filter_pairs":
             cutoff = {f"{config.pairs.score}_cutoff"} if config.pairs.control_seed is None else set()
             return {"pairs", "train_pairs", "kept", "dropped", "unusable", "ln_ches_median", "ches_median",
-                    "edit_similarity_kept", "edit_similarity_dropped", "ches_edit_correlation",
-                    "ches_length_correlation"} | cutoff  # fmt: skip
+                    "edit_similarity_kept", "edit_similarity_dropped", "edit_overlap", "embedding_overlap",
+                    "ches_edit_correlation", "ches_length_correlation"} | cutoff  # fmt: skip
         case "train_dpo" if config.train.kind == "none":
             return {"steps"}
         case "train_dpo":

@@ -2,14 +2,15 @@
 
 Batches hold sequences of similar length (longest first, so that a run that does not fit in memory fails at once).
 What is computed for a sequence does not depend on its batch or on the padding side, up to float32 rounding: padding is
-masked out of the attention, positions count real tokens only, and sums run over each sequence's own positions.
+masked out of the attention, positions count real tokens only, and sums run over each sequence's own positions. The two
+responses of a pair share a row, their prompt computed once (`oneaxis.packing`).
 
-Dims: B sequences of a batch, T padded tokens, D hidden width, V vocabulary.
+Dims: B sequences of a batch, R rows, T padded tokens, D hidden width, V vocabulary.
 """
 
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from oneaxis import packing
 from oneaxis.preference.pairs import Sequence
-
-Side = Literal["right", "left"]
 
 
 def device() -> torch.device:
@@ -48,7 +48,7 @@ def batches(lengths: Many[int], batch_tokens: int) -> list[list[int]]:
     return result
 
 
-def padded(sequences: Many[Sequence], side: Side = "right") -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def padded(sequences: Many[Sequence]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Model inputs (input_ids, attention_mask, position_ids: each BT), and a mask BT of the predicting positions.
 
     A position predicts when the token after it belongs to the response: from the last prompt token to the
@@ -60,39 +60,47 @@ def padded(sequences: Many[Sequence], side: Side = "right") -> tuple[dict[str, t
     predicts = torch.zeros(shape, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         size = len(sequence.ids)
-        first = 0 if side == "right" else length - size
-        ids[row, first : first + size] = torch.tensor(sequence.ids)
-        attention[row, first : first + size] = 1
-        positions[row, first : first + size] = torch.arange(size)
-        predicts[row, first + sequence.start - 1 : first + size - 1] = True
+        ids[row, :size] = torch.tensor(sequence.ids)
+        attention[row, :size] = 1
+        positions[row, :size] = torch.arange(size)
+        predicts[row, sequence.start - 1 : size - 1] = True
     return {"input_ids": ids, "attention_mask": attention, "position_ids": positions}, predicts
 
 
 @torch.no_grad()
 def hidden_sums(
-    model: Any, sequences: Many[Sequence], *, batch_tokens: int, side: Side = "right", progress: str | None = None
-) -> np.ndarray:
-    """Per sequence, the sum of the hidden states after the final norm over the predicting positions.
+    model: Any, pairs: Many[tuple[Sequence, Sequence]], *, batch_tokens: int, side: packing.Side = "right"
+) -> tuple[np.ndarray, int]:
+    """Per response, the sum of the hidden states after the final norm over the positions that predict its tokens.
 
-    The unembedding is never computed. Sums accumulate in float64.
+    These are the last prompt token to the second-to-last token of prompt + response. What both sequences of a pair
+    begin with, the prompt at least, is computed once. The unembedding is never computed. Sums accumulate in float64.
+
+    Args:
+        pairs: (chosen, rejected) token sequences, none of them degenerate.
+        batch_tokens: positions held in one pass, padding included; one longer sequence is a pass alone.
+        side: of the padding.
 
     Returns:
-        float64, (number of sequences, D).
+        float64 (N, 2, D): chosen and rejected; and the number of positions computed, padding included.
     """
-    sums: np.ndarray | None = None
-    with tqdm(total=len(sequences), desc=progress, unit="seq", disable=progress is None) as bar:
-        for batch in batches([len(sequence.ids) for sequence in sequences], batch_tokens):
-            inputs, predicts_BT = padded([sequences[index] for index in batch], side)
-            inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-            hidden_BTD = model.base_model(**inputs, use_cache=False).last_hidden_state
-            weight_BT1 = predicts_BT.to(model.device)[..., None]
-            sums_BD = torch.where(weight_BT1, hidden_BTD, 0.0).sum(dim=1, dtype=torch.float64).cpu().numpy()
-            if sums is None:
-                sums = np.empty((len(sequences), sums_BD.shape[1]))
-            sums[batch] = sums_BD
-            bar.update(len(batch))
-    assert sums is not None, "no sequences"
-    return sums
+    sequences = [sequence for pair in pairs for sequence in pair]
+    # The last token of a sequence predicts nothing that is asked for.
+    inputs = ((str(index // 2), tuple(sequence.ids[:-1])) for index, sequence in enumerate(sequences))
+    rows = packing.rows_of(inputs, batch_tokens, packing.longest_shared(model))
+    sums: dict[int, np.ndarray] = {}
+    computed = 0
+    for batch in packing.batches(rows, batch_tokens):
+        packed, begins = packing.pack(batch, model, side=side)
+        hidden_RTD = model.base_model(**packed, use_cache=False).last_hidden_state
+        computed += hidden_RTD.shape[0] * hidden_RTD.shape[1]
+        for r, (row, begin) in enumerate(zip(batch, begins, strict=True)):
+            for number, branch in enumerate(row.branches):
+                places = [begin + row.place(number, token) for token in range(len(branch.ids))]
+                for index in branch.members:
+                    states_ND = hidden_RTD[r, places[sequences[index].start - 1 :]]
+                    sums[index] = states_ND.sum(dim=0, dtype=torch.float64).cpu().numpy()
+    return np.stack([sums[index] for index in range(len(sequences))]).reshape(len(pairs), 2, -1), computed
 
 
 @torch.no_grad()

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+
 from oneaxis.errors import UserError
 
 
@@ -45,9 +47,16 @@ def _rendered(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, str, str]:
             "allowed: a model with a chat template, or pairs in plain text"
         )
     prompt = json.loads(row["prompt"])
-    texts = [tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)]
-    for key in ("chosen", "rejected"):
-        texts.append(tokenizer.apply_chat_template(prompt + json.loads(row[key]), tokenize=False))
+    try:
+        texts = [tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)]
+        for key in ("chosen", "rejected"):
+            texts.append(tokenizer.apply_chat_template(prompt + json.loads(row[key]), tokenize=False))
+    except TemplateError as error:
+        # Templates refuse a system prompt, or roles that do not take turns, in their own words.
+        raise UserError(
+            f"pairs.parquet: {row['pair_id']}: the model's chat template refuses it: {error}; allowed: messages as the "
+            "template has them"
+        ) from error
     return texts[0], texts[1], texts[2]
 
 
@@ -67,7 +76,7 @@ def render_pair(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, str, str]:
     where they part and the responses begin there.
 
     Raises:
-        UserError: a conversational pair and a tokenizer without a chat template.
+        UserError: a conversational pair and a tokenizer without a chat template, or with one that refuses it.
     """
     prompt, chosen, rejected = _rendered(row, tokenizer)
     end = common_prefix(prompt, chosen, rejected)
@@ -84,7 +93,8 @@ def tokenize_pair(row: Mapping[str, Any], tokenizer: Any, *, append_eos: bool) -
             trains on. Conversational responses end as the template ends them, either way.
 
     Raises:
-        UserError: a conversational pair and a tokenizer without a chat template; `append_eos` and no EOS token.
+        UserError: a conversational pair and a tokenizer without a chat template, or with one that refuses it;
+            `append_eos` and no EOS token.
     """
     prompt, chosen, rejected = _rendered(row, tokenizer)
     if append_eos and not row["conversational"]:

@@ -173,7 +173,7 @@ def by_layer(
     return draw(name, label, caption, paint)
 
 
-def pair_scores(kept: Sequence[float], dropped: Sequence[float], score: str, cutoff: float | None) -> Plot:
+def pair_scores(kept: Sequence[float], dropped: Sequence[float], name: str, score: str, cutoff: float | None) -> Plot:
     """Histogram of a pair score, kept and dropped, with the cutoff between them."""
     both = np.concatenate([np.asarray(kept, dtype=float), np.asarray(dropped, dtype=float)])
     low, high = np.quantile(both, [0.005, 0.995])
@@ -193,7 +193,7 @@ def pair_scores(kept: Sequence[float], dropped: Sequence[float], score: str, cut
         canvas.legend(loc="outside upper left", ncols=3)
 
     label = f"Distribution of {score} over {len(both)} training pairs: {len(kept)} kept, {len(dropped)} dropped."
-    return draw("ches", label, "The outermost bars also hold what lies beyond them.", paint)
+    return draw(name, label, "The outermost bars also hold what lies beyond them.", paint)
 
 
 def curves(steps: Sequence[float], series: Mapping[str, Sequence[float | None]], name: str, ylabel: str, label: str,

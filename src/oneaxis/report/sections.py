@@ -12,7 +12,7 @@ import polars as pl
 from oneaxis.config.schema import ServiceClass
 from oneaxis.judge.validity import differences
 from oneaxis.load.metrics import per_request, requests_needed
-from oneaxis.report import plots, quantisation, scores, text
+from oneaxis.report import filtering, plots, quantisation, scores, text
 from oneaxis.report.facts import SCORERS, Cell, cells
 from oneaxis.report.plots import Plot
 from oneaxis.report.results import STAGES, Results
@@ -115,8 +115,8 @@ def preference(results: Results) -> Section:
                       lead="Whether the chosen answers became likelier, and not only the margin wider.")  # fmt: skip
     pairs = results.table("filter_pairs", "pairs.parquet")
     if pairs is not None:
-        section.plots.append(_pair_scores(results, pairs))
-        section.tables.append(_extreme_pairs(pairs))
+        section.plots += filtering.distributions(results, pairs)
+        section.tables += filtering.tables(results, pairs)
     log = results.table("train_dpo", "train_log.parquet")
     if log is not None:
         named = {"chosen": "logps/chosen", "rejected": "logps/rejected"}
@@ -155,40 +155,6 @@ def preference(results: Results) -> Section:
     if not section.plots and not section.tables and not displacement:
         section.absent = "filter_pairs and train_dpo did not run."
     return section
-
-
-def _pair_scores(results: Results, pairs: pl.DataFrame) -> Plot:
-    train = pairs.filter(pl.col("split") == "train")
-    score = str(results.section("pairs").get("score", "ln_ches"))
-    train = train.drop_nulls(score)
-    kept, dropped = train.filter(pl.col("kept"))[score], train.filter(~pl.col("kept"))[score]
-    cutoff = None
-    if len(kept) and len(dropped):
-        # Pairs that were dropped for their length lie on both sides; then there is no one cutoff to draw.
-        highest, lowest = float(kept.max()), float(dropped.min())  # type: ignore[arg-type]
-        cutoff = (highest + lowest) / 2 if lowest >= highest else None
-    return plots.pair_scores(kept.to_list(), dropped.to_list(), score, cutoff)
-
-
-def _extreme_pairs(pairs: pl.DataFrame) -> Table:
-    """The training pairs that the score expects to displace most, for the reader to judge."""
-    top = (
-        pairs.filter(pl.col("split") == "train")
-        .drop_nulls("ln_ches")
-        .sort("ln_ches", "pair_id", descending=[True, False])
-    )
-    rows = [
-        [row["pair_id"], text.number(row["ln_ches"]), text.number(row["edit_similarity"], 2),
-         "kept" if row["kept"] else "dropped", _short(row["chosen"]), _short(row["rejected"])]
-        for row in top.head(5).iter_rows(named=True)
-    ]  # fmt: skip
-    return Table(("Pair", "ln CHES", "edit similarity", "", "chosen", "rejected"), rows, "lrrlll",
-                 caption="The five pairs with the highest score", folded=True)  # fmt: skip
-
-
-def _short(words: str, most: int = 90) -> str:
-    line = " ".join(words.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def cell_requests(results: Results) -> dict[tuple[str, float], pl.DataFrame]:

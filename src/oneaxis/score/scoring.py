@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,18 +24,17 @@ from typing import Any
 
 import polars as pl
 
-from oneaxis.artifacts import read_json, sha256_file
+from oneaxis.artifacts import read_json
 from oneaxis.config.schema import Score, Serve
 from oneaxis.errors import UserError
 from oneaxis.installed import engine_device
+from oneaxis.parts import folder_digest, found_or_made, open_parts
 from oneaxis.score.boundary import Encoded, Target, chat_renderer, encode_contexts, start_token, text_encoder
 from oneaxis.score.contexts import Context, Item, Wording, all_contexts, usable
 from oneaxis.score.metrics import flat_metrics, score_items, scorer_label, summarise
 from oneaxis.score.table import SCHEMA, build_table
 
 ITEMS_PER_PART = 256
-PARTS_KEPT = 4
-"""Folders of unfinished runs that are kept beside this one's."""
 
 Scorer = Callable[[Sequence[Target]], list[list[float]]]
 """Targets -> the log-probability of every token of each from its start on (nats)."""
@@ -121,7 +119,7 @@ def score_checkpoint(
     folder = None
     if parts is not None:
         folder = parts / run_key(checkpoint, by_item, settings, serve, seed, items_per_part)
-        _open_parts(folder)
+        open_parts(folder)
     with _engine(checkpoint, settings, serve, log, observed) as engine:
         table = _table(engine, by_item, encoded, folder, items_per_part, observed)
         difference = batch_difference(engine, table, by_item, encoded, settings.batch_check, seed)
@@ -207,9 +205,7 @@ def run_key(
     items_per_part: int,
 ) -> str:
     """What decides the parts, in one word: the checkpoint's files, every prompt and option, the settings, versions."""
-    digest = hashlib.sha256()
-    for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
-        digest.update(f"{file.relative_to(checkpoint)} {sha256_file(file)}\n".encode())
+    digest = hashlib.sha256(folder_digest(checkpoint).encode())
     for context in (context for own in by_item for context in own):
         item = context.item
         digest.update(repr((item.item_id, item.task, item.topic, item.answer, item.answers, context.kind,
@@ -228,14 +224,6 @@ def run_key(
     return digest.hexdigest()[:16]
 
 
-def _open_parts(folder: Path) -> None:
-    """The folder of this run's parts; of other runs' that never finished, only the latest are kept."""
-    folder.mkdir(parents=True, exist_ok=True)
-    others = sorted((path for path in folder.parent.iterdir() if path != folder), key=lambda path: path.stat().st_mtime)
-    for path in others[:-PARTS_KEPT]:
-        shutil.rmtree(path)
-
-
 def _table(
     engine: Engine,
     by_item: Sequence[Sequence[Context]],
@@ -247,21 +235,18 @@ def _table(
     """The table, from the parts that are there and those that are scored now."""
     tables, found = [], 0
     for number, begin in enumerate(range(0, len(by_item), items_per_part)):
-        path = folder / f"part-{number:05d}.parquet" if folder else None
-        if path and path.exists():
-            tables.append(pl.read_parquet(path, schema=SCHEMA))
-            found += 1
-            continue
         contexts = [context for own in by_item[begin : begin + items_per_part] for context in own]
         tokens = [one for own in encoded[begin : begin + items_per_part] for one in own]
-        flat = engine.score(targets_of(contexts, tokens))
-        tables.append(build_table(contexts, tokens, by_context(tokens, flat)))
-        if path:
-            half = path.with_suffix(".half")
-            tables[-1].write_parquet(half)
-            os.replace(half, path)
+        table, there = found_or_made(folder, number, lambda c=contexts, t=tokens: _scored(engine, c, t))  # type: ignore[misc]
+        tables.append(table)
+        found += there
     observed["score"] |= {"parts": len(tables), "parts_found": found}
     return pl.concat(tables)
+
+
+def _scored(engine: Engine, contexts: Sequence[Context], tokens: Sequence[Encoded]) -> pl.DataFrame:
+    flat = engine.score(targets_of(contexts, tokens))
+    return build_table(contexts, tokens, by_context(tokens, flat))
 
 
 def batch_difference(
