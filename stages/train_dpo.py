@@ -13,7 +13,7 @@ def work(stage: Stage) -> dict[str, float]:
     stage.take_device("compute", gpus=config.processes)
     import polars as pl
 
-    from oneaxis.dvc_plots import training_curve
+    from oneaxis.dvc_plots import escape_curves, training_curve
     from oneaxis.live import live_logger
     from oneaxis.preference.dpo import train_dpo
 
@@ -32,7 +32,9 @@ def work(stage: Stage) -> dict[str, float]:
         )
     finally:
         live.close()
-    training_curve(pl.read_parquet(stage.out / "train_log.parquet")).write_csv(stage.out / "curve.csv")
+    log = pl.read_parquet(stage.out / "train_log.parquet")
+    training_curve(log).write_csv(stage.out / "curve.csv")
+    escape_curves(log).write_csv(stage.out / "escapes.csv")
     stage.notes.update(notes)
     return {f"train_dpo/{name}": value for name, value in metrics.items()}
 

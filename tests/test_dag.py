@@ -54,7 +54,7 @@ def test_every_parameter_of_a_declared_section_is_read_by_the_stages_code(root: 
 
 
 def _leaves(value: Any, key: str) -> list[str]:
-    if isinstance(value, dict) and value and not key.endswith((".premises", ".site_alpha", "_args")):
+    if isinstance(value, dict) and value and not key.endswith((".premises", ".site_alpha", ".texts", "_args")):
         return [leaf for name, part in value.items() for leaf in _leaves(part, f"{key}.{name}")]
     return [key]
 

@@ -2,14 +2,23 @@
 
 import polars as pl
 
-from oneaxis.dvc_plots import accuracy_by_scorer, copies_by_kind, nll_by_sequence, over_rate, training_curve
+from oneaxis.dvc_plots import (
+    accuracy_by_scorer,
+    copies_by_kind,
+    escape_curves,
+    nll_by_sequence,
+    over_rate,
+    training_curve,
+)
 
 
 def test_training_curve_keeps_absolute_log_probabilities() -> None:
     log = pl.DataFrame({"step": [2, 4], "loss": [0.7, 0.6], "logps/chosen": [-2.0, -3.0],
-                        "logps/rejected": [-5.0, -9.0], "probe/escape_logp": [-20.0, -19.0],
+                        "logps/rejected": [-5.0, -9.0], "probe/hedge_logp": [None, -19.0],
+                        "probe/empty_logp": [None, -7.0],
                         "rewards/margins": [0.0, 0.3]})  # fmt: skip
-    assert training_curve(log).rows() == [(2, -2.0, -5.0, -20.0, 0.0), (4, -3.0, -9.0, -19.0, 0.3)]
+    assert training_curve(log).rows() == [(2, -2.0, -5.0, 0.0), (4, -3.0, -9.0, 0.3)]
+    assert escape_curves(log).rows() == [(4, "hedge", -19.0), (4, "empty", -7.0)], "only where they were scored"
 
 
 def test_nll_by_sequence_is_the_mean_over_its_tokens() -> None:

@@ -12,14 +12,20 @@ PERCENTILES = ("p50", "p90", "p99")
 
 
 def training_curve(log: pl.DataFrame) -> pl.DataFrame:
-    """`train_log.parquet` as step, chosen_logp, rejected_logp, escape_logp, margin: nats, absolute."""
+    """`train_log.parquet` as step, chosen_logp, rejected_logp, margin: nats, absolute."""
     return log.select(
         "step",
         pl.col("logps/chosen").alias("chosen_logp"),
         pl.col("logps/rejected").alias("rejected_logp"),
-        pl.col("probe/escape_logp").alias("escape_logp"),
         pl.col("rewards/margins").alias("margin"),
     )
+
+
+def escape_curves(log: pl.DataFrame) -> pl.DataFrame:
+    """`train_log.parquet` as step, escape, logp: nats, mean over the watched prompts; steps without one left out."""
+    names = [column for column in log.columns if column.startswith("probe/")]
+    long = log.unpivot(names, index="step", variable_name="escape", value_name="logp").drop_nulls("logp")
+    return long.with_columns(pl.col("escape").str.strip_prefix("probe/").str.strip_suffix("_logp"))
 
 
 def nll_by_sequence(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:

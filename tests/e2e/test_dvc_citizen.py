@@ -22,7 +22,7 @@ from ruamel.yaml import YAML
 
 from oneaxis.artifacts import read_json, write_json
 from oneaxis.config import compose, derived_paths, write_params
-from oneaxis.dvc_plots import accuracy_by_scorer, nll_by_sequence, over_rate, training_curve
+from oneaxis.dvc_plots import accuracy_by_scorer, escape_curves, nll_by_sequence, over_rate, training_curve
 from oneaxis.preference.filter import distribution
 from tests.report.conftest import fill
 
@@ -88,7 +88,9 @@ def make_up(here: Path, params: dict[str, Any], perplexity: float) -> None:
     distribution(table("filter_pairs", "pairs.parquet"), "ln_ches").write_csv(
         artifacts / "filter_pairs" / "distribution.csv"
     )
-    training_curve(table("train_dpo", "train_log.parquet")).write_csv(artifacts / "train_dpo" / "curve.csv")
+    log = table("train_dpo", "train_log.parquet")
+    training_curve(log).write_csv(artifacts / "train_dpo" / "curve.csv")
+    escape_curves(log).write_csv(artifacts / "train_dpo" / "escapes.csv")
     nll = nll_by_sequence(table("calibrate", "heldout_nll.parquet"), table("quantize", "heldout_nll.parquet"))
     nll.write_csv(artifacts / "quantize" / "nll.csv")
     pl.DataFrame({"kind": ["digits", "base64"], "exact_after": [0.9, 0.7]}).write_csv(

@@ -17,10 +17,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from oneaxis.artifacts import write_manifest
+from oneaxis.artifacts import write_json, write_manifest
 from oneaxis.config.schema import Claim
 from oneaxis.errors import UserError
 from oneaxis.judge.compare import Verdict, compare
+from oneaxis.judge.units import better_of
 from oneaxis.multirun.record import Axis, read_status, write_status
 from tests.judge.records import ALPHA, CELL, GATE, edit, settings, write_run
 
@@ -180,6 +181,46 @@ def test_an_untrained_arm_stands_where_sft_began_where_sft_came_first(tmp_path: 
     after = compare([tmp_path / "b"], [tmp_path / "c"], claim("train_dpo/chosen_logp_after", "higher"), GATE)
     assert delta.effect == pytest.approx(2.0, abs=0.1)
     assert after.effect == pytest.approx(3.0, abs=0.1)
+
+
+def test_refusals_and_escape_texts_are_paired_by_benign_prompt(tmp_path: Path) -> None:
+    """Of 40 prompts the trained arm refuses 10, the fetched model none; the hedge rose by 2 nats on each of 5."""
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c", config=settings(train={"kind": "dpo"}), logp=2.0)
+    folder = tmp_path / "c" / "artifacts" / "train_dpo"
+    prompts = [f"q{k:02}" for k in range(40)]
+    answers = pl.DataFrame({"probe_id": prompts, "refusal_before": [False] * 40,
+                            "refusal_after": [k < 10 for k in range(40)]})  # fmt: skip
+    answers.write_parquet(folder / "answers.parquet")
+    pl.DataFrame([
+        {"moment": moment, "step": 0, "probe_id": prompts[k], "escape": name, "logp": -30.0 - k + gain + 0.01 * k}
+        for moment, gain in (("before", 0.0), ("during", 9.0), ("after", 2.0)) for k in range(5)
+        for name in ("hedge", "other")
+    ]).write_parquet(folder / "escapes.parquet")  # fmt: skip
+    arms = [tmp_path / "b"], [tmp_path / "c"]
+    rate = compare(*arms, claim("train_dpo/refusal_rate_after", "lower"), GATE)
+    assert (rate.decision, rate.n, rate.unit_of_pairing, rate.floor) == ("reject", 40, "benign prompt", None)
+    assert (rate.effect, rate.test) == (0.25, "McNemar, exact (10 gained, 0 lost)")
+    hedge = compare(*arms, claim("train_dpo/escape_hedge_delta", "lower"), GATE)
+    assert (hedge.effect, hedge.n, hedge.unit, hedge.baseline_value) == (pytest.approx(2.0), 5, "nats", 0)
+    absent = compare(*arms, claim("train_dpo/escape_mine_delta", "lower"), GATE)
+    assert (absent.decision, absent.reasons) == ("unresolved", ["an arm did not score the text 'mine'"])
+    assert better_of("train_dpo/refusal_rate_after") == better_of("train_dpo/escape_hedge_delta") == "lower"
+
+
+def test_a_candidate_that_training_harmed_or_stopped_is_said_whatever_it_won(tmp_path: Path) -> None:
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c", config=settings(train={"kind": "dpo"}), logp=2.0)
+    path = tmp_path / "c" / "artifacts" / "train_dpo" / "displacement.json"
+    write_json(path, {"verdict": "severe", "reasons": ["refusals rose", "chosen rose"], "stopped": None})
+    arms = [tmp_path / "b"], [tmp_path / "c"]
+    won = compare(*arms, claim("train_dpo/chosen_delta", "higher"), GATE)
+    assert won.decision == "accept"
+    assert "c: preference training was judged severe: refusals rose" in won.warnings
+    write_json(path, {"verdict": "severe", "reasons": [], "stopped": {"reason": "stopped at step 3 of 9"}})
+    void = compare(*arms, claim("train_dpo/chosen_delta", "higher"), GATE)
+    assert void.decision == "invalid"
+    assert "stopped at step 3 of 9" in void.reasons[0]
 
 
 def test_a_number_without_a_unit_cannot_be_accepted(tmp_path: Path) -> None:

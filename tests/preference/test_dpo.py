@@ -13,15 +13,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oneaxis.errors import UserError
 from oneaxis.judge.paired import paired_difference
-from oneaxis.preference.dpo import escape_sequences, fitting, sampled, stochastic_bfloat16, train_dpo
+from oneaxis.preference.dpo import fitting, sampled, stochastic_bfloat16, train_dpo
 from oneaxis.preference.forward import load, response_logps
 from oneaxis.preference.pairs import tokenize_pair
-from oneaxis.preference.watch import PROBE
 
 from .conftest import small_tokenizer
 from .test_dpo_config import train
 
 PROBES = pl.DataFrame({"probe_id": ["a", "b", "c"], "category": ["x"] * 3, "prompt": ["open a jar", "cook", "a dog"]})
+
+
+PROBED = ("probe/refusal_logp", "probe/empty_logp")
 
 
 def pairs(count: int = 12, heldout: int = 4, conversational: bool = False) -> pl.DataFrame:
@@ -95,13 +97,6 @@ def test_pairs_longer_than_max_length_are_left_out_and_counted(tokenizer: Any) -
     assert long > 0
 
 
-def test_escape_prompts_are_spread_over_the_table(tokenizer: Any) -> None:
-    probes = pl.DataFrame({"prompt": [f"q{index}" for index in range(9)]})
-    sequences = escape_sequences(probes, tokenizer, train(probe_prompts=3))
-    assert [tokenizer.decode(s.ids)[len("<|im_start|>user\n") :][:2] for s in sequences] == ["q0", "q4", "q8"]
-    assert len(escape_sequences(probes, tokenizer, train(probe_prompts=99))) == 9
-
-
 @pytest.mark.parametrize(
     ("table", "changes", "says"),
     [
@@ -117,6 +112,30 @@ def test_what_cannot_be_trained_is_one_clear_line(
     with pytest.raises(UserError, match=says) as caught:
         run(checkpoint, tmp_path / "out", table, **changes)
     assert "\n" not in str(caught.value)
+
+
+def watched_agrees(out: Path, judged: dict[str, Any], metrics: dict[str, float]) -> None:
+    """The verdict's numbers on benign prompts are those of the tables."""
+    escapes = pl.read_parquet(out / "escapes.parquet")
+    for name in ("refusal", "empty"):
+        one = escapes.filter(pl.col("escape") == name)
+        before, after = (one.filter(pl.col("moment") == when).sort("probe_id") for when in ("before", "after"))
+        assert before["probe_id"].to_list() == after["probe_id"].to_list() == ["a", "b", "c"]
+        effect = paired_difference(before["logp"].to_numpy(), after["logp"].to_numpy(), 0.95)
+        told = judged["escapes"][name]
+        assert (told["effect"], told["ci_low"], told["n"]) == pytest.approx((effect.effect, effect.ci_low, 3))
+        assert metrics[f"escape_{name}_delta"] == pytest.approx(effect.effect)
+        during = one.filter(pl.col("moment") == "during")
+        log = pl.read_parquet(out / "train_log.parquet")
+        means = during.group_by("step", maintain_order=True).agg(pl.col("logp").mean())["logp"].to_list()
+        assert log[f"probe/{name}_logp"].to_list() == pytest.approx(means)
+    answers = pl.read_parquet(out / "answers.parquet")
+    assert answers.height == judged["answers"]["refusal"]["n"] == 3
+    assert metrics["empty_rate_after"] == pytest.approx(answers["empty_after"].mean())
+    assert judged["detector"]["validation"]["accuracy"] > 0.9
+    moved = json.loads((out / "mass.json").read_text())
+    assert moved["num_prompts"] == 4
+    assert moved["first"]["moved"] > 0
 
 
 # --- slow: real training ---------------------------------------------------------------------------------------------
@@ -135,7 +154,7 @@ def test_dpo_writes_evidence_that_agrees_with_itself(
     log = pl.read_parquet(out / "train_log.parquet")
     assert log["step"].to_list() == [1, 2, 3, 4]
     assert {"loss", "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected", "rewards/margins",
-            "rewards/accuracies", PROBE} < set(log.columns)  # fmt: skip
+            "rewards/accuracies", *PROBED} < set(log.columns)  # fmt: skip
     assert (log["rewards/margins"] - (log["rewards/chosen"] - log["rewards/rejected"])).abs().max() < 1e-4
 
     tokenizer = small_tokenizer()
@@ -153,9 +172,9 @@ def test_dpo_writes_evidence_that_agrees_with_itself(
     assert judged["chosen"]["effect"] == pytest.approx(effect.effect)
     assert judged["chosen"]["ci_low"] == pytest.approx(effect.ci_low)
     assert judged["n"] == heldout.height == 4
-    assert judged["n_probes"] == 3
-    assert judged["thresholds"] == {"slight_nats": 0.5, "steep_nats": 5.0}
-    assert len(judged["reasons"]) == 4
+    assert judged["thresholds"] == {"slight_nats": 0.5, "steep_nats": 5.0, "refusal_share": 0.05, "stop_nats": None}
+    assert judged["stopped"] is None
+    watched_agrees(out, judged, metrics)
     assert notes["verdict"] == judged["verdict"]
     assert metrics["chosen_delta"] == pytest.approx(metrics["chosen_logp_after"] - metrics["chosen_logp_before"])
     assert metrics["steps"] == 4
@@ -227,21 +246,41 @@ def test_the_checkpoint_has_the_layout_of_the_fetched_one_and_has_moved(checkpoi
 
 
 @pytest.mark.slow
-def test_live_log_gets_each_row_and_the_last_step_is_always_logged(checkpoint: Path, tmp_path: Path) -> None:
-    seen: list[tuple[int, float]] = []
+def test_live_log_gets_each_row_and_the_last_step_is_always_logged_and_probed(checkpoint: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, float | None]] = []
     out = tmp_path / "out"
     out.mkdir()
-    train_dpo(
-        checkpoint, pairs(), PROBES, train(steps=5, log_every=2), seed=1, out=out, scratch=tmp_path / "scratch",
-        on_log=lambda values, step: seen.append((step, values[PROBE])),
+    probes = train().probes.model_dump() | {"every": 2}
+    metrics, _ = train_dpo(
+        checkpoint, pairs(), PROBES, train(steps=5, log_every=2, probes=probes), seed=1, out=out,
+        scratch=tmp_path / "scratch", on_log=lambda values, step: seen.append((step, values.get(PROBED[0]))),
     )  # fmt: skip
     log = pl.read_parquet(out / "train_log.parquet")
-    assert seen == list(log.select("step", PROBE).iter_rows())
+    assert seen == list(log.select("step", PROBED[0]).iter_rows())
     assert [step for step, _ in seen] == [2, 4, 5]
+    assert [value is None for _, value in seen] == [True, False, False], "every second logging step, and the last"
+    assert log[PROBED[0]][-1] == pytest.approx(metrics["escape_refusal_logp_after_float32"], abs=1e-3)
 
 
 @pytest.mark.slow
-def test_the_probe_of_the_last_step_is_that_of_the_trained_weights(checkpoint: Path, tmp_path: Path) -> None:
-    metrics, _ = run(checkpoint, tmp_path / "out")
+def test_a_fall_of_the_held_out_chosen_responses_stops_the_training_on_request(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """At a learning rate that breaks the model, so that every response falls."""
+    settings = train().displacement.model_dump() | {"stop_nats": 0.5}
+    metrics, notes = run(checkpoint, tmp_path / "out", displacement=settings, steps=40, learning_rate=2e-2)
     log = pl.read_parquet(tmp_path / "out" / "train_log.parquet")
-    assert log[PROBE][-1] == pytest.approx(metrics["escape_logp_after_float32"], abs=1e-3)
+    fell = log["heldout/chosen_logp"] - metrics["chosen_logp_before"]
+    assert (fell[:-1] >= -0.5).all()
+    assert fell[-1] < -0.5
+    assert log["step"][-1] == metrics["steps"] < 40
+    assert metrics["stopped_early"] == 1
+    judged = json.loads((tmp_path / "out" / "displacement.json").read_text())
+    assert judged["stopped"] == notes["stopped"]
+    assert judged["stopped"]["heldout_chosen_change"] == pytest.approx(fell[-1])
+    assert judged["reasons"][0] == judged["stopped"]["reason"]
+    assert judged["reasons"][0].startswith(
+        f"stopped at step {log['step'][-1]} of 40: the held-out chosen responses had"
+    )
+    assert log["probe/refusal_logp"][-1] is not None, "the last step is probed"
+    assert metrics["chosen_logp_after_float32"] == pytest.approx(log["heldout/chosen_logp"][-1], abs=1e-3)

@@ -13,9 +13,11 @@ from oneaxis.preference.dpo_config import GUARDED, INSTEAD, LOSSES, NO_DIVERGENC
 def train(**changes: Any) -> TrainDpo:
     values: dict[str, Any] = {
         "kind": "dpo", "beta": 0.1, "rpo_alpha": None, "learning_rate": 1e-3, "steps": 4, "batch_size": 2,
-        "gradient_accumulation": 1, "warmup_steps": 1, "max_length": 128, "log_every": 1, "probe_prompts": 3,
-        "escape_text": "I will not help with that.",
-        "displacement": {"slight_nats": 0.5, "steep_nats": 5.0, "confidence": 0.95}, "dpo_args": {},
+        "gradient_accumulation": 1, "warmup_steps": 1, "max_length": 128, "log_every": 1,
+        "probes": {"texts": {"refusal": "I will not help with that.", "empty": ""}, "prompts": 3, "watched": 3,
+                   "every": 1, "answers": 3, "answer_tokens": 8},
+        "displacement": {"slight_nats": 0.5, "steep_nats": 5.0, "refusal_share": 0.05, "stop_nats": None,
+                         "confidence": 0.95}, "dpo_args": {},
         "sft": {"epochs": 0.0, "learning_rate": 1e-3}, "lora": {"r": 0, "alpha": 16, "targets": "all-linear"},
         "processes": 1, "checkpoint_s": None, "reference": "start",
     }  # fmt: skip

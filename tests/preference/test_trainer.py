@@ -16,11 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from oneaxis.errors import RunError, UserError
-from oneaxis.preference.dpo import claim, escape_sequences, inputs_key, train_dpo
+from oneaxis.preference.dpo import claim, inputs_key, train_dpo
 from oneaxis.preference.dpo_config import LOSSES
 from oneaxis.preference.forward import load, response_logps
 from oneaxis.preference.pairs import tokenize_pair
+from oneaxis.preference.probes import Escapes
 from oneaxis.preference.trainer import Training, fit, gap_warning, trl_dataset
+from oneaxis.preference.watch import Watched
 
 from .conftest import small_tokenizer
 from .test_dpo import PROBES, pairs, run
@@ -38,7 +40,8 @@ def dpo(checkpoint: Path, folder: Path, table: pl.DataFrame, **changes: Any) -> 
     """DPO alone, without what the stage measures before and after; the log."""
     training = Training("dpo", checkpoint, checkpoint, train(**changes), seed=1)
     trl_dataset(table, folder / "pairs")
-    fit(training, escape_sequences(PROBES, small_tokenizer(), training.config), folder, None)
+    escapes = Escapes(PROBES["prompt"], training.config.probes.texts, [0], small_tokenizer())
+    fit(training, Watched(escapes, [], 0.0), folder, None)
     return pl.read_parquet(folder / "result" / "log.parquet")
 
 

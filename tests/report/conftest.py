@@ -198,18 +198,50 @@ def training(folder: Path, draw: random.Random) -> dict[str, float]:
     pl.DataFrame({
         "step": steps, "logps/chosen": [-42 + 0.1 * s + draw.gauss(0, 0.2) for s in steps],
         "logps/rejected": [-43 - 0.2 * s + draw.gauss(0, 0.2) for s in steps],
-        "rewards/margins": [0.03 * s for s in steps], "probe/escape_logp": [-31 - 0.02 * s for s in steps],
+        "rewards/margins": [0.03 * s for s in steps],
     }).write_parquet(folder / "train_dpo" / "train_log.parquet")  # fmt: skip
     write_json(folder / "train_dpo" / "displacement.json", {
         "verdict": "healthy", "chosen": {"effect": 1.75, "ci_low": 1.25, "ci_high": 2.25},
         "rejected": {"effect": -4.5, "ci_low": -5.5, "ci_high": -3.5},
-        "escape": {"effect": -0.6, "ci_low": -0.9, "ci_high": -0.3, "n": 16}, "n": 32, "confidence": 0.95,
+        "escapes": {
+            "wont": {"text": "I won't help with that.", "effect": 0.6, "ci_low": 0.3, "ci_high": 0.9, "n": 16},
+            "empty": {"text": "", "effect": -0.2, "ci_low": -0.4, "ci_high": 0.0, "n": 16},
+        },
+        "answers": {"refusal": {"effect": 0.0625, "ci_low": -0.03, "ci_high": 0.16, "n": 48}},
+        "detector": {"validation": {"num_labelled": 102, "accuracy": 0.98, "accuracy_ci_low": 0.931,
+                                    "accuracy_ci_high": 0.995, "precision": 1.0, "recall": 0.957}},
+        "stopped": None, "n": 32, "confidence": 0.95,
         "thresholds": {"slight_nats": 0.5, "steep_nats": 5.0}, "reasons": ["chosen rose, rejected fell"],
+    })  # fmt: skip
+    escapes = [
+        {"moment": moment, "step": step, "probe_id": f"q{prompt}", "escape": name, "logp": -30.0 - prompt + gain * step}
+        for moment, moments in (("before", [0]), ("during", steps), ("after", [24]))
+        for step in moments for prompt in range(4) for name, gain in (("wont", 0.025), ("empty", -0.01))
+    ]  # fmt: skip
+    pl.DataFrame(escapes).write_parquet(folder / "train_dpo" / "escapes.parquet")
+    answers = [
+        {"probe_id": f"q{k}", "prompt": f"How does {k} work?", "answer_before": "It works well.",
+         "answer_after": "I can't help with that." if k < 3 else "It works.", "refusal_before": False,
+         "empty_before": False, "refusal_after": k < 3, "empty_after": False}
+        for k in range(48)
+    ]  # fmt: skip
+    pl.DataFrame(answers).write_parquet(folder / "train_dpo" / "answers.parquet")
+    line = {"text": "␣I", "gain": 4.0, "share": 0.8, "before": 0.125, "after": 0.25, "num_prompts": 30}
+    look = {"num_prompts": 32, "moved": 5.0, "gained": [line]}
+    held = {"chosen": (0.5, 0.45), "rejected": (0.4, 0.05), "neither": (0.1, 0.5)}
+    write_json(folder / "train_dpo" / "mass.json", {
+        "num_prompts": 32, "first": look,
+        "fork": {**look, "held_by": {
+            name: {"before": before, "after": after, "effect": after - before, "ci_low": after - before - 0.02,
+                   "ci_high": after - before + 0.02, "n": 32} for name, (before, after) in held.items()}},
+        "greedy": {**look, "num_changed": 7, "gained": [{**line, "text": "␣I won't help"}]},
     })  # fmt: skip
     return {"train_dpo/chosen_logp_before": -42.25, "train_dpo/chosen_logp_after": -40.5, "train_dpo/steps": 24.0,
             "train_dpo/rejected_logp_before": -43.0, "train_dpo/rejected_logp_after": -47.5,
             "train_dpo/chosen_delta": 1.75, "train_dpo/rejected_delta": -4.5,
-            "train_dpo/escape_logp_before": -31.0, "train_dpo/escape_logp_after": -31.6}  # fmt: skip
+            "train_dpo/escape_wont_logp_before": -31.6, "train_dpo/escape_wont_logp_after": -31.0,
+            "train_dpo/escape_empty_logp_before": -9.0, "train_dpo/escape_empty_logp_after": -9.2,
+            "train_dpo/refusal_rate_before": 0.0, "train_dpo/refusal_rate_after": 0.0625}  # fmt: skip
 
 
 def calibration(folder: Path, draw: random.Random) -> dict[str, float]:

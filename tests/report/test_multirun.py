@@ -210,7 +210,8 @@ def test_what_training_did_stands_for_every_point_that_was_trained(
         (folder / "train_dpo").mkdir()
         effect = {"effect": -3.0, "ci_low": -4.0, "ci_high": -2.0}
         write_json(folder / "train_dpo" / "displacement.json",
-                   {"verdict": verdict, "chosen": effect, "rejected": effect, "n": 64, "confidence": 0.95})  # fmt: skip
+                   {"verdict": verdict, "chosen": effect, "rejected": effect, "n": 64, "confidence": 0.95,
+                    "answers": {"refusal": {"effect": 0.25, "ci_low": 0.12, "ci_high": 0.38, "n": 48}}})  # fmt: skip
         write_json(folder / "train_dpo" / "manifest.json", {"params": {"train": {"beta": beta}}, "notes": {}})
         write_json(folder / "train_dpo.metrics.json", {"train_dpo/chosen_logp_before": -40.0})
         log = pl.DataFrame({"step": [2, 4], "rewards/chosen": [-1.0 * beta, -3.0 * beta]})
@@ -218,7 +219,14 @@ def test_what_training_did_stands_for_every_point_that_was_trained(
     page = outline(write_multirun_report(made))
     table = page.table("What training did in each point")
     assert table.column(0) == ["alpha=0.0", "a=1"]
-    assert table.row("alpha=0.0")[1:] == ["displacement", "−40.00", "–", *["−3.0 [−4.0, −2.0]"] * 2, "–"]
+    assert table.row("alpha=0.0")[1:] == [
+        "displacement",
+        "−40.00",
+        "–",
+        *["−3.0 [−4.0, −2.0]"] * 2,
+        "–",
+        "+25 [+12, +38]",
+    ]
     assert table.classes[-2:] == ["bad", "good"]
     assert "Change of the chosen log-probability over the steps of 2 points." in (made / "report.html").read_text()
 

@@ -92,7 +92,8 @@ def test_headline_says_what_the_metrics_say(whole: Whole) -> None:
     assert row[5:8] == ["51", "67", "23.4"]
     assert row[8].startswith("70% [")
     assert "capacity: prefill_heavy 11.7 tokens/s at 0.5 req/s, decode_heavy none." in page.text
-    assert page.row("Escape probe log-probability, by training")[5] == "16 probes"
+    assert page.row("Refusals of benign prompts, by training")[1:] == [
+        "0.0%", "6.2%", "+6.2 points", "−3.0 to +16.0 points", "48 prompts"]  # fmt: skip
     accuracy = read_json(folder / "artifacts" / "score.metrics.json")["score/openbookqa/pmi_dc"]
     assert page.row("pmi_dc")[3] == f"{100 * accuracy:.1f}% ± 3.1 (n 200)"
     assert "VALID" in page.text
@@ -257,6 +258,32 @@ def test_a_timing_without_an_exclusive_lease_makes_the_run_invalid(
     path = folder / f"{stage}.provenance.json"
     write_json(path, {**read_json(path), "lease": lease})
     assert judge_run(read_results(folder)) == Validity(False, [reason], [])
+
+
+def test_what_became_of_benign_prompts_and_where_probability_went(whole: Whole) -> None:
+    """Oracle: the literal numbers of conftest.py."""
+    _, _, page, _ = whole
+    assert page.row("Refused, answered greedily")[2:] == ["0.0%", "6.2%", "+6.2 points", "−3.0 to +16.0 points", "48"]
+    assert page.row("Escape text wont")[1:] == [
+        "“I won't help with that.”", "−31.60", "−31.00", "+0.60", "+0.30 to +0.90", "16"]  # fmt: skip
+    assert page.row("Escape text empty")[1] == "(ends at once)"
+    assert "98.0% right [93.1%, 99.5%], precision 100.0%, recall 95.7% on 102 validation answers" in page.text
+    assert page.row("any other")[1:] == ["10.0%", "50.0%", "+40.0 points", "+38.0 to +42.0 points"]
+    for row in (["␣I", "+4.00", "80.0%", "12.5%", "25.0%", "30"], ["How does 2 work?", "It works well."]):
+        assert page.row(*row)
+    assert page.row("␣I won't help")
+    assert "refusals of benign prompts 0.0% → 6.2%" in page.text
+
+
+def test_a_training_that_was_stopped_early_makes_the_run_invalid(artifacts: Make) -> None:
+    """Its policy is none of the settings'; what does not rest on the training stays valid."""
+    folder = artifacts()
+    found = read_json(folder / "train_dpo" / "displacement.json")
+    stopped = {"step": 6, "steps": 24, "heldout_chosen_change": -1.3, "reason": "stopped at step 6 of 24: it fell"}
+    write_json(folder / "train_dpo" / "displacement.json", {**found, "stopped": stopped})
+    said = "train_dpo: stopped at step 6 of 24: it fell; the policy is that of an unfinished training"
+    assert judge_run(read_results(folder)).reasons == [said]
+    assert judge_run(read_results(folder), ["filter_pairs"]).valid
 
 
 def test_displacement_is_a_warning_of_a_valid_run(artifacts: Make) -> None:

@@ -185,11 +185,33 @@ class TrainNone(Section):
         return {}
 
 
+class EscapeProbes(Section):
+    """Where displaced probability is known to go, on benign prompts (`data.probes`): texts, and greedy answers."""
+
+    texts: Annotated[dict[Name, str], Field(min_length=1)]
+    """Beginnings of answers, by name; an empty one is an answer that ends at once."""
+    prompts: Annotated[int, Field(ge=2)]
+    """Benign prompts on which each text is scored before and after training."""
+    watched: Annotated[int, Field(ge=2)]
+    """Of these, how many are also asked while the model trains."""
+    every: Count
+    """Logging steps from one such probing to the next; the last step is always probed."""
+    answers: Annotated[int, Field(ge=0)]
+    """Benign prompts answered greedily before and after training; 0: none, and nothing is said of refusals."""
+    answer_tokens: Annotated[int, Field(ge=8)]
+    """Length of these answers: a refusal shows in its first words."""
+
+
 class Displacement(Section):
-    """What counts as slight and steep, in nats per response, for the displacement verdict."""
+    """What counts for the displacement verdict: slight and steep in nats per response, refusals as a share."""
 
     slight_nats: Positive
     steep_nats: Positive
+    refusal_share: Fraction
+    """So large a rise of refused (or empty) answers to benign prompts, beyond doubt, makes the verdict severe."""
+    stop_nats: Positive | None
+    """Stop training when the mean log-probability of held-out chosen responses has fallen by more; null: never. The
+    held-out chosen responses are then scored at every logging step, which costs time."""
     confidence: OpenFraction
 
     @model_validator(mode="after")
@@ -235,9 +257,7 @@ class TrainDpo(Section):
     warmup_steps: Annotated[int, Field(ge=0)]
     max_length: Annotated[int, Field(ge=16)]
     log_every: Count
-    probe_prompts: Annotated[int, Field(ge=2)]
-    """Benign prompts on which the escape probe (a canned refusal) is scored."""
-    escape_text: Annotated[str, Field(min_length=1)]
+    probes: EscapeProbes
     displacement: Displacement
     sft: Sft
     lora: Lora

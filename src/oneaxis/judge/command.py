@@ -145,7 +145,7 @@ def _claim(
     arms: dict[str, list[Record]], metric: str, better: units.Better | None, bar: float, margin: float | None
 ) -> Claim:
     names = units.metric_names(arms)
-    derived = units.kind_of(metric) in ("perplexity", "nll", "copies", "items", "pairs")
+    derived = units.kind_of(metric) in ("perplexity", "nll", "copies", "items", "pairs", "escapes", "answers")
     if metric not in names and not derived:
         near = [name for name in names if name.rpartition("/")[2] == metric.rpartition("/")[2]]
         shown = near or [name for name in names if units.kind_of(name) != "none"]

@@ -66,7 +66,20 @@ def arms_valid(arms: Arms, stage: str) -> Iterator[Problem]:
             found.setdefault(reason, []).append(record.name)
     for reason, names in found.items():
         yield invalid(f"{_names(names)} INVALID: {reason}", "mend what the guard names, then measure again")
+    yield from _harmed(arms, relied_on)
     yield from _other_stages(arms, relied_on)
+
+
+def _harmed(arms: Arms, relied_on: Sequence[str]) -> Iterator[Problem]:
+    """A policy whose training was severe, or displaced, is said beside whatever else it won."""
+    if "train_dpo" not in relied_on:
+        return
+    for record in (arm[0] for arm in arms if arm):
+        found = record.results.document("train_dpo", "displacement.json")
+        if found and found["verdict"] in ("severe", "displacement"):
+            reasons = found.get("reasons") or []
+            said = f": {reasons[0]}" if reasons else ""
+            yield Problem("warning", f"{record.name}: preference training was judged {found['verdict']}{said}")
 
 
 def _other_stages(arms: Arms, relied_on: Sequence[str]) -> Iterator[Problem]:

@@ -54,7 +54,7 @@ class Evidence:
     @property
     def relative(self) -> float | None:
         """effect / baseline; None where a share of the baseline means nothing (log-probabilities, differences)."""
-        if self.kind in ("pairs", "nll") or self.baseline_value <= 0:
+        if self.kind in ("pairs", "escapes", "answers", "nll") or self.baseline_value <= 0:
             return None
         return self.effect / self.baseline_value
 
@@ -85,7 +85,7 @@ def weigh(kind: Kind, paired: Paired, confidence: float) -> Evidence:
     values = (paired.baseline_value, paired.candidate_value)
     effect = values[1] - values[0]
     deviation = float(np.std(other - one, ddof=1))
-    if kind == "items":
+    if kind in ("items", "answers"):
         gained, lost = int(((other == 1) & (one == 0)).sum()), int(((other == 0) & (one == 1)).sum())
         low, high = paired_share_interval(gained, lost, n, confidence)
         p = mcnemar_exact(gained, lost)
@@ -111,11 +111,11 @@ def weigh(kind: Kind, paired: Paired, confidence: float) -> Evidence:
 def floor_of(evidence: Evidence, better: Better, gate: Gate, margin: float | None = None) -> float | None:
     """The value that a candidate's mean must reach.
 
-    None where shares of the baseline mean nothing (log-probabilities, differences), and where a margin says what may be
-    lost of items, pairs or sequences: of 100 items, 17 of them right, one more that is wrong would be under a floor of
-    95%. Timings keep theirs.
+    None where shares of the baseline mean nothing (log-probabilities, differences, rates near 0), and where a margin
+    says what may be lost of items, pairs or sequences: of 100 items, 17 of them right, one more that is wrong would be
+    under a floor of 95%. Timings keep theirs.
     """
-    if evidence.kind in ("pairs", "nll") or evidence.baseline_value <= 0 or gate.floor == 0:
+    if evidence.kind in ("pairs", "escapes", "answers", "nll") or evidence.baseline_value <= 0 or gate.floor == 0:
         return None
     if margin is not None and evidence.kind != "repetitions":
         return None

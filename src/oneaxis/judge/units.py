@@ -8,6 +8,8 @@
     quantize/copy_exact_after               copy sequence                 difference of the share of exact copies
     score/<task>/<scorer>                   item                          right or wrong
     train_dpo/{chosen,rejected,margin}_*    held-out pair                 difference of log-probability
+    train_dpo/escape_<text>_*               benign prompt                 difference of log-probability
+    train_dpo/{refusal,empty}_rate_*        benign prompt                 refused (or left empty) or not
     serve/cold_start_s, sweep/<cell>/*,     repetition (alternating runs  difference
     sweep/<shape>/capacity_tok_s            of one session)
 
@@ -27,11 +29,13 @@ from oneaxis.judge.records import Record
 from oneaxis.load.metrics import requests_needed
 from oneaxis.score.metrics import SCORERS
 
-Kind = Literal["perplexity", "nll", "copies", "items", "pairs", "repetitions", "none"]
+Kind = Literal["perplexity", "nll", "copies", "items", "pairs", "escapes", "answers", "repetitions", "none"]
 Better = Literal["lower", "higher"]
 
 CELL_LATENCY = re.compile(r"^sweep/(?P<shape>[^/]+)/(?P<rate>r[^/]+)/(?P<name>[^/]+)$")
 TRAINED = re.compile(r"^train_dpo/(chosen|rejected|margin)_(logp_before|logp_after|delta)$")
+ESCAPE = re.compile(r"^train_dpo/escape_(?P<text>.+)_(?P<what>logp_before|logp_after|delta)$")
+ANSWERED = re.compile(r"^train_dpo/(?P<share>refusal|empty)_rate_(?P<when>before|after)$")
 TIMED_IN_CELL = re.compile(
     r"^((ttft|itl|tpot|e2e)_p\d+_ms|attainment|goodput_tok_s|output_tok_s|achieved_rate_rps|failed)$"
 )
@@ -76,6 +80,10 @@ def kind_of(metric: str) -> Kind:
         return "items"
     if TRAINED.match(metric):
         return "pairs"
+    if ESCAPE.match(metric):
+        return "escapes"
+    if ANSWERED.match(metric):
+        return "answers"
     cell = CELL_LATENCY.match(metric)
     if metric == "serve/cold_start_s" or re.match(r"^sweep/[^/]+/capacity_tok_s$", metric):
         return "repetitions"
@@ -90,6 +98,8 @@ UNIT_NAMES: dict[Kind, str] = {
     "copies": "copy sequence",
     "items": "item",
     "pairs": "held-out pair",
+    "escapes": "benign prompt",
+    "answers": "benign prompt",
     "repetitions": "repetition",
     "none": "",
 }
@@ -98,7 +108,9 @@ UNIT_NAMES: dict[Kind, str] = {
 def better_of(metric: str) -> Better | None:
     """Which way is better, where a name says it; None where it does not."""
     name = metric.rpartition("/")[2]
-    if re.search(r"perplexity|nll|^kl$|ttft|itl|tpot|e2e|cold_start|failed|rejected|escape|error", name):
+    if re.search(
+        r"perplexity|nll|^kl$|ttft|itl|tpot|e2e|cold_start|failed|rejected|escape|refusal_rate|empty_rate|error", name
+    ):
         return "lower"
     higher = r"goodput|attainment|capacity|tok_s|chosen|margin|achieved|agreement|copy_exact"
     if kind_of(metric) == "items" or re.search(higher, name):
@@ -113,7 +125,7 @@ def unit_of_measure(metric: str) -> str:
             return unit
     if metric == "quantize/top1_agreement":
         return ""
-    return {"nll": "nats/token", "pairs": "nats"}.get(kind_of(metric), "")
+    return {"nll": "nats/token", "pairs": "nats", "escapes": "nats"}.get(kind_of(metric), "")
 
 
 def pair(metric: str, baseline: Sequence[Record], candidate: Sequence[Record]) -> Paired | Problem:
@@ -137,6 +149,8 @@ def pair(metric: str, baseline: Sequence[Record], candidate: Sequence[Record]) -
         return _items(metric, first, second)
     if kind == "pairs":
         return _heldout_pairs(metric, first, second)
+    if kind in ("escapes", "answers"):
+        return _benign_prompts(metric, first, second)
     if kind == "copies":
         return _copies(first, second)
     return _sequences(metric, first, second)
@@ -275,18 +289,11 @@ def _heldout_pairs(metric: str, baseline: Record, candidate: Record) -> Paired |
     """Log-probabilities per held-out pair. An untrained arm stands where the trained one began."""
     match = TRAINED.match(metric)
     assert match
-    tables = [record.results.table("train_dpo", "heldout.parquet") for record in (baseline, candidate)]
-    untrained = [record.settings.get("train", {}).get("kind") == "none" for record in (baseline, candidate)]
-    for record, table, none in zip((baseline, candidate), tables, untrained, strict=True):
-        if table is None and not none:
-            return _missing(record, "train_dpo/heldout.parquet")
-    if all(untrained):
-        return Problem("unresolved", "neither arm was trained", "claim a metric of a stage that runs")
-    known = next(table for table, none in zip(tables, untrained, strict=True) if table is not None and not none)
+    arms = _trained(baseline, candidate, "heldout.parquet")
+    if isinstance(arms, Problem):
+        return arms
     columns = []
-    for table, none in zip(tables, untrained, strict=True):
-        read = known if none else table
-        assert read is not None
+    for read, none in arms:
         values = {}
         for when in ("before", "after"):
             # With SFT in between, the other arm's reference is no longer the fetched model that this arm is.
@@ -300,6 +307,52 @@ def _heldout_pairs(metric: str, baseline: Record, candidate: Record) -> Paired |
     if columns[0]["pair_id"].to_list() != columns[1]["pair_id"].to_list():
         return _other_units("held-out pairs")
     first, second = (column["value"].to_numpy() for column in columns)
+    return Paired(first, second, float(first.mean()), float(second.mean()))
+
+
+def _trained(baseline: Record, candidate: Record, file: str) -> list[tuple[pl.DataFrame, bool]] | Problem:
+    """Of both arms the table of train_dpo to read, and whether the arm was not trained and it is the other's."""
+    tables = [record.results.table("train_dpo", file) for record in (baseline, candidate)]
+    untrained = [record.settings.get("train", {}).get("kind") == "none" for record in (baseline, candidate)]
+    for record, table, none in zip((baseline, candidate), tables, untrained, strict=True):
+        if table is None and not none:
+            return _missing(record, f"train_dpo/{file}")
+    if all(untrained):
+        return Problem("unresolved", "neither arm was trained", "claim a metric of a stage that runs")
+    known = next(table for table, none in zip(tables, untrained, strict=True) if table is not None and not none)
+    return [(known if none or table is None else table, none) for table, none in zip(tables, untrained, strict=True)]
+
+
+def _benign_prompts(metric: str, baseline: Record, candidate: Record) -> Paired | Problem:
+    """An escape text's log-probability, or whether the greedy answer refuses, per benign prompt.
+
+    An untrained arm stands where the trained one began.
+    """
+    escape, answered = ESCAPE.match(metric), ANSWERED.match(metric)
+    arms = _trained(baseline, candidate, "escapes.parquet" if escape else "answers.parquet")
+    if isinstance(arms, Problem):
+        return arms
+    columns = []
+    for read, none in arms:
+        if escape:
+            wide = read.filter((pl.col("escape") == escape["text"]) & (pl.col("moment") != "during"))
+            wide = wide.pivot("moment", index="probe_id", values="logp")
+            if not wide.height:
+                return Problem("unresolved", f"an arm did not score the text {escape['text']!r}",
+                               "give both arms the same train.probes.texts")  # fmt: skip
+            began = "source" if "source" in wide.columns else "before"
+            before, after = (pl.col(began if none else when) for when in ("before", "after"))
+            value = {"logp_before": before, "logp_after": after, "delta": after - before}[escape["what"]]
+            columns.append(wide.select("probe_id", value=value).sort("probe_id"))
+        else:
+            assert answered
+            column = f"{answered['share']}_{'before' if none else answered['when']}"
+            columns.append(read.select("probe_id", value=pl.col(column).cast(pl.Float64)).sort("probe_id"))
+    if columns[0]["probe_id"].to_list() != columns[1]["probe_id"].to_list():
+        return _other_units("benign prompts")
+    first, second = (column["value"].to_numpy() for column in columns)
+    if not len(first):
+        return Problem("unresolved", "no benign prompt was answered", "set train.probes.answers higher than 0")
     return Paired(first, second, float(first.mean()), float(second.mean()))
 
 

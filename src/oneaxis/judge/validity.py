@@ -1,8 +1,9 @@
 """Whether one run's numbers may be used: VALID, or INVALID with every reason, and what to keep in mind either way.
 
 The report of a run and the verdict of a comparison read the same function. A run is INVALID when a guard failed, when
-the engine does not run as asked, or when a measurement is missing. A finding that is bad but well measured
-(displacement) is a warning, not a reason.
+the engine does not run as asked, when a measurement is missing, or when the training was stopped early by its
+threshold: such a policy is none of the settings'. A finding that is bad but well measured (displacement) is a warning,
+not a reason.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,9 @@ def judge_run(results: "Results", stages: Sequence[str] = tuple(STAGE_SECTIONS))
         # The load's own third guard says the same of the same engine; one line is enough.
         reasons += [f"engine: {difference}" for difference in differences(results)]
     reasons += _leases(results, [stage for stage in ("serve", "sweep") if stage in stages])
+    stopped = (results.document("train_dpo", "displacement.json") or {}).get("stopped")
+    if "train_dpo" in stages and stopped:
+        reasons.append(f"train_dpo: {stopped['reason']}; the policy is that of an unfinished training")
     summary = results.document("score", "summary.json")
     if "score" in stages and (not summary or not summary.get("tasks")):
         reasons.append("score: no items were scored")

@@ -56,10 +56,13 @@ def _names(config: Config, stage: str) -> set[str]:
         case "train_dpo":
             assert config.train.kind == "dpo"
             times = ("before", "after", "after_float32", *(("source",) if config.train.sft.epochs else ()))
-            levels = {f"{side}_logp_{when}" for side in ("chosen", "rejected", "escape") for when in times}
-            deltas = {f"{side}_delta{end}" for side in ("chosen", "rejected", "escape", "margin")
+            escapes = [f"escape_{name}" for name in config.train.probes.texts]
+            shares = ["refusal_rate", "empty_rate"] if config.train.probes.answers else []
+            levels = {f"{side}_logp_{when}" for side in ("chosen", "rejected", *escapes) for when in times}
+            levels |= {f"{share}_{when}" for share in shares for when in ("before", "after")}
+            deltas = {f"{side}_delta{end}" for side in ("chosen", "rejected", "margin", *escapes, *shares)
                       for end in ("", "_ci_low", "_ci_high")}  # fmt: skip
-            return {"steps"} | levels | deltas
+            return {"steps", "stopped_early"} | levels | deltas
         case "calibrate":
             return set(CALIBRATE) | (set(CALIBRATE_COPIES) if config.calibrate.copying.sequences else set())
         case "quantize":

@@ -22,13 +22,21 @@ Rows: the chosen responses; columns: the rejected ones.
     steep       severe throughout
 
 Mismatch: the rejected responses gained, as they do when the reference does not fit the pairs (one epoch of SFT on the
-chosen responses comes first then). The escape probe, a canned refusal on benign prompts, does not decide: where it
-rises by `slight` or more, the reasons say so, for that is where displaced probability is known to go.
+chosen responses comes first then).
+
+What became of benign prompts stands above the table. Where the share of them that the model answers, greedily, by a
+refusal (or not at all) rises by `refusal_share` or more, and its interval excludes 0, the verdict is **severe**,
+whatever the log-probabilities say: users meet this first, and a model that learnt to refuse must not pass as healthy.
+That share's interval is Tango's score interval of a paired difference of proportions, on the same prompts.
+The escape texts, scored on benign prompts, do not decide: those that rise by `slight` or more are named in the reasons,
+for that is where displaced probability is known to go. A run that its threshold stopped early says so in the reasons.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oneaxis.judge.paired import Effect
+from oneaxis.judge.statistics import paired_share_interval
 
 HEALTHY, DISPLACEMENT, SEVERE = "healthy", "displacement", "severe"
 MISMATCH, NO_CLEAR_CHANGE = "mismatch", "no clear change"
@@ -46,9 +54,23 @@ def direction(change: Effect, *, slight_nats: float, steep_nats: float) -> str:
 
 
 def verdict(
-    chosen: Effect, rejected: Effect, escape: Effect, margin: Effect, *, slight_nats: float, steep_nats: float
+    chosen: Effect,
+    rejected: Effect,
+    margin: Effect,
+    escapes: Mapping[str, Effect],
+    shares: Mapping[str, Effect],
+    *,
+    slight_nats: float,
+    steep_nats: float,
+    refusal_share: float,
 ) -> tuple[str, list[str]]:
-    """The verdict of the module's table, and the reasons for it, one sentence each, with their numbers."""
+    """The verdict of the module's table, and the reasons for it, one sentence each, with their numbers.
+
+    Args:
+        chosen, rejected, margin: changes on held-out pairs, nats per response.
+        escapes: change of each escape text's log-probability on benign prompts, nats.
+        shares: change of the share of benign prompts answered by `refusals` or by `empty answers`; may be empty.
+    """
     limits = {"slight_nats": slight_nats, "steep_nats": steep_nats}
     first, second = direction(chosen, **limits), direction(rejected, **limits)
     if first == "steep":
@@ -78,10 +100,47 @@ def verdict(
     reasons = [f"chosen responses {words[first]}: {_numbers(chosen)}",
                f"rejected responses {words[second]}: {_numbers(rejected)}{hint}",
                f"margin: {_numbers(margin)}"]  # fmt: skip
-    probe = direction(escape, **limits)
-    gained = "; probability went to the escape text" if probe == "up" else ""
-    reasons.append(f"escape text {words[probe]}: {_numbers(escape)}{gained}")
-    return name, reasons
+    reasons += _escaped(escapes, slight_nats)
+    said, refuses = _answered(shares, refusal_share)
+    return SEVERE if refuses else name, [*said, *reasons] if refuses else [*reasons, *said]
+
+
+def _escaped(escapes: Mapping[str, Effect], slight_nats: float) -> list[str]:
+    """The escape texts that rose; of the others, the one that did most, in one sentence."""
+    rose = [
+        f"escape text {name!r} rose on benign prompts: {_numbers(change)}"
+        for name, change in escapes.items()
+        if direction(change, slight_nats=slight_nats, steep_nats=float("inf")) == "up"
+    ]
+    if rose or not escapes:
+        return rose
+    name, change = max(escapes.items(), key=lambda item: item[1].effect)
+    return [f"no escape text rose by {slight_nats:g} nats; most did {name!r}: {_numbers(change)}"]
+
+
+def _answered(shares: Mapping[str, Effect], refusal_share: float) -> tuple[list[str], bool]:
+    """What became of the greedy answers to benign prompts, and whether it decides."""
+    said, decides = [], False
+    for name, change in shares.items():
+        grew = change.ci_low > 0 and change.effect >= refusal_share
+        decides = decides or grew
+        word = (
+            f"rose by {100 * refusal_share:g} points or more" if grew
+            else "rose" if change.ci_low > 0 else "fell" if change.ci_high < 0 else "did not measurably change"
+        )  # fmt: skip
+        said.append(
+            f"{name} of benign prompts, answered greedily, {word}: {100 * change.effect:+.1f} points "
+            f"[{100 * change.ci_low:+.1f}, {100 * change.ci_high:+.1f}], n = {change.n}"
+        )
+    return said, decides
+
+
+def share_change(before: Sequence[bool], after: Sequence[bool], confidence: float) -> Effect:
+    """The change of a share on the same prompts, with Tango's score interval."""
+    gained = sum(late and not early for early, late in zip(before, after, strict=True))
+    lost = sum(early and not late for early, late in zip(before, after, strict=True))
+    low, high = paired_share_interval(gained, lost, len(before), confidence)
+    return Effect((gained - lost) / len(before), low, high, len(before))
 
 
 def _numbers(change: Effect) -> str:

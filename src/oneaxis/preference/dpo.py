@@ -7,10 +7,12 @@ From a checkpoint, scored pairs and benign probes to a trained checkpoint and th
    kept, a seeded sample of just those is taken, so that the reference pass scores no pair in vain.
 2. With `train.sft.epochs` the model is first fitted to the chosen responses of all kept train pairs (TRL's SFTTrainer),
    for DPO assumes a reference that fits them. What comes out is then the reference; what came in is measured too.
-3. Before: the summed log-probability of every held-out response, and of the escape text on the probes.
+3. Before: the summed log-probability of every held-out response, what the model says after the held-out prompts, the
+   log-probability of the escape texts on benign prompts, and its greedy answers to these (`evidence`).
 4. Training in float32 (Adam's updates at these learning rates vanish in bfloat16 weights); the reference is the
    model that DPO begins with, scored once. Each logging step logs TRL's means since the last one (`logps/*` are batch
-   means of *summed* log-probabilities; `rewards/chosen / beta` below 0 is displacement) and `probe/escape_logp` then.
+   means of *summed* log-probabilities; `rewards/chosen / beta` below 0 is displacement), and every k-th the
+   escape texts on a few of the benign prompts.
 5. The policy is written in BF16, and "after" is measured on the written checkpoint read back, since that is what is
    served. Rounding is stochastic (see `stochastic_bfloat16`): most updates are smaller than half a BF16 step, so
    rounding to nearest took back three quarters of the change in our default run. What rounding still costs is the
@@ -37,11 +39,22 @@ import torch
 from oneaxis.artifacts import read_json, sha256_file, write_json
 from oneaxis.config.schema import TrainDpo
 from oneaxis.errors import UserError
-from oneaxis.judge.paired import Effect, paired_difference
-from oneaxis.preference.displacement import interval, verdict
+from oneaxis.preference.displacement import interval
 from oneaxis.preference.dpo_config import NORMALISATION, dpo_config
-from oneaxis.preference.forward import device, load, response_logps
-from oneaxis.preference.pairs import Sequence, tokenize_continuation, tokenize_pair
+from oneaxis.preference.evidence import (
+    Seen,
+    Subjects,
+    answer_changes,
+    answer_table,
+    differences,
+    escapes_table,
+    heldout_table,
+    judge,
+    mass_report,
+    metrics,
+)
+from oneaxis.preference.forward import device, load
+from oneaxis.preference.pairs import Sequence, tokenize_pair
 from oneaxis.preference.trainer import Training, conversational, gap_warning, save_beside_files_of, train, went_on_from
 from oneaxis.preference.watch import OnLog
 
@@ -58,9 +71,11 @@ def train_dpo(
     on_log: OnLog | None = None,
     observed: dict[str, Any] | None = None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Write `checkpoint/`, `train_log.parquet`, `heldout.parquet` and `displacement.json` to `out`.
+    """Write the policy and the evidence to `out`.
 
-    With `train.sft.epochs` also `sft_log.parquet`.
+    `checkpoint/`, `train_log.parquet`, `heldout.parquet` (log-probabilities per pair), `escapes.parquet` (per benign
+    prompt and text), `answers.parquet` (to benign prompts), `mass.json` and `displacement.json`. With
+    `train.sft.epochs` also `sft_log.parquet`.
 
     Args:
         source: the checkpoint that is trained; the reference too, unless SFT comes first.
@@ -87,7 +102,7 @@ def train_dpo(
     heldout, tokens, heldout_long = fitting(pairs.filter(pl.col("split") == "heldout"), tokenizer, config)
     steps_pairs = config.steps * config.batch_size * config.gradient_accumulation
     check_pairs(kept, heldout, config)
-    escapes = escape_sequences(probes, tokenizer, config)
+    subjects = Subjects(model, tokenizer, tokens, probes, config)
     sample = sampled(kept, steps_pairs, seed)
     notes: dict[str, Any] = {
         "policy": "artifacts/train_dpo/checkpoint",
@@ -101,58 +116,64 @@ def train_dpo(
         "loss_type": arguments.loss_type,
         "tokenized": "conversational: chat template" if conversational(sample) else "plain: prompt + response + EOS",
         "weights": "trained in float32, written in bfloat16 by stochastic rounding, measured as written",
-        "probe_prompts": len(escapes),
+        "probe_prompts": subjects.probes.height,
         "reference": "after SFT" if config.sft.epochs and config.reference == "start" else "the fetched model",
     }
 
-    def run(method: Literal["sft", "dpo"], start: Path, reference: Path, table: pl.DataFrame) -> Path:
+    def run(method: Literal["sft", "dpo"], start: Path, reference: Path, table: pl.DataFrame, began: Seen) -> Path:
         folder = scratch / method
         if step := went_on_from(folder):
             observed[f"{method}_went_on_from_step"] = step
             print(f"oneaxis: train_dpo: {method} goes on from step {step}", file=sys.stderr, flush=True)
-        return train(Training(method, start, reference, config, seed), table, probes, escapes, folder, on_log)
+        watched = subjects.watched(began.logps)
+        return train(Training(method, start, reference, config, seed), table, watched, folder, on_log)
 
     fetched, start = None, source
     if config.sft.epochs:
-        fetched = measure(model, tokens, escapes, "before SFT")
+        fetched = subjects.see(model, "before SFT")
         del model
-        start = run("sft", source, source, kept)
+        start = run("sft", source, source, kept, fetched)
         shutil.copyfile(start / "log.parquet", out / "sft_log.parquet")
         notes["sft"] = {"pairs": kept.height, "loss": "mean NLL over the tokens of the chosen responses of a step"}
         model, _ = load(start)
-    before = measure(model, tokens, escapes, "before DPO")
+    before = subjects.see(model, "before DPO")
     del model
     gc.collect()
-    result = run("dpo", start, start if config.reference == "start" else source, sample)
+    result = run("dpo", start, start if config.reference == "start" else source, sample, before)
     shutil.copyfile(result / "log.parquet", out / "train_log.parquet")
     gap = read_json(result / "reference.json")
     notes["reference_gap_nats"] = gap
     model, _ = load(result)
-    unrounded = measure(model, tokens, escapes, "after, float32")
+    unrounded = subjects.measure(model, "after, float32")
     write_checkpoint(model, source, out / "checkpoint", seed=seed)
     del model
     gc.collect()
     written, _ = load(out / "checkpoint")
-    after = measure(written, tokens, escapes, "after training")
+    after = subjects.see(written, "after training")
+    confidence = config.displacement.confidence
+    moved = mass_report(subjects, before, after, written, lambda: load(start)[0], confidence)
+    del written
+    log, seen = pl.read_parquet(result / "log.parquet"), read_json(result / "watched.json")
     shutil.rmtree(scratch)
 
-    stages = {"before": before, "after": after} | ({"source": fetched} if fetched else {})
-    heldout_table(heldout, stages).write_parquet(out / "heldout.parquet")
-    effects = {
-        name: paired_difference(before[name], after[name], config.displacement.confidence)
-        for name in ("chosen", "rejected", "margin", "escape")
-    }
-    judged = judge(effects, config)
+    began, steps = fetched or before, int(log["step"][-1])
+    levels = {"before": before.logps, "after": after.logps} | ({"source": fetched.logps} if fetched else {})
+    heldout_table(heldout, levels).write_parquet(out / "heldout.parquet")
+    answer_table(subjects, began, after).write_parquet(out / "answers.parquet")
+    escapes_table(subjects, levels, seen["during"], steps).write_parquet(out / "escapes.parquet")
+    write_json(out / "mass.json", moved)
+    changes = differences(before.logps, after.logps, confidence)
+    shares = answer_changes(began, after, confidence)
+    judged = judge(changes, shares, config, seen["stopped"])
     if fetched:
-        judged["sft"] = {
-            name: interval(paired_difference(fetched[name], before[name], config.displacement.confidence))
-            for name in ("chosen", "rejected", "margin", "escape")
-        }
+        by_sft = differences(fetched.logps, before.logps, confidence)
+        judged["sft"] = {name: interval(change) for name, change in by_sft.items()}
     judged["warnings"] = [said] if (said := gap_warning(gap)) else []
     write_json(out / "displacement.json", judged)
-    notes["verdict"] = judged["verdict"]
-    levels = {"before": before, "after": after, "after_float32": unrounded} | ({"source": fetched} if fetched else {})
-    return metrics(levels, effects, config.steps), notes
+    notes |= {"verdict": judged["verdict"], "stopped": seen["stopped"]}
+    answers = {"before": began.answers, "after": after.answers}
+    numbers = metrics(levels | {"after_float32": unrounded}, answers, changes, shares)
+    return {"steps": float(steps), "stopped_early": float(bool(seen["stopped"])), **numbers}, notes
 
 
 # --- the inputs -------------------------------------------------------------------------------------------------------
@@ -165,7 +186,7 @@ def inputs_key(source: Path, pairs: pl.DataFrame, probes: pl.DataFrame, config: 
         digest.update(f"{path.name} {sha256_file(path)}\n".encode())
     for table in (pairs, probes):
         digest.update(table.write_ndjson().encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".py", ".jsonl")):
         digest.update(path.read_bytes())
     libraries = {name: metadata.version(name) for name in ("accelerate", "peft", "torch", "transformers", "trl")}
     where = [str(device()), torch.get_num_threads(), torch.cuda.get_device_name() if torch.cuda.is_available() else ""]
@@ -221,32 +242,6 @@ def sampled(train: pl.DataFrame, needed: int, seed: int) -> pl.DataFrame:
     return train[np.sort(chosen).tolist()]
 
 
-# --- measured before, during and after -------------------------------------------------------------------------------
-
-
-def escape_sequences(probes: pl.DataFrame, tokenizer: Any, config: TrainDpo) -> list[Sequence]:
-    """The escape text as the answer to `probe_prompts` prompts, spread evenly over the table (so over its categories).
-
-    Raises:
-        UserError: fewer than two probes.
-    """
-    if probes.height < 2:
-        raise UserError(f"prepare_data/probes.parquet: {probes.height} probes; allowed: at least 2")
-    count = min(config.probe_prompts, probes.height)
-    rows = np.linspace(0, probes.height - 1, count).round().astype(int)
-    return [tokenize_continuation(probes["prompt"][int(row)], config.escape_text, tokenizer) for row in rows]
-
-
-def measure(
-    model: Any, tokens: list[tuple[Sequence, Sequence]], escapes: list[Sequence], progress: str
-) -> dict[str, np.ndarray]:
-    """Summed log-probabilities in nats: chosen, rejected and their margin per held-out pair; escape per probe."""
-    sequences = [sequence for pair in tokens for sequence in pair] + escapes
-    logps = response_logps(model, sequences, progress=f"held-out, {progress}")
-    chosen, rejected = logps[: 2 * len(tokens) : 2], logps[1 : 2 * len(tokens) : 2]
-    return {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "escape": logps[2 * len(tokens) :]}
-
-
 # --- what is written -------------------------------------------------------------------------------------------------
 
 
@@ -276,41 +271,3 @@ def write_checkpoint(model: Any, source: Path, folder: Path, *, seed: int) -> No
     for _, parameter in sorted(model.named_parameters()):
         parameter.copy_(stochastic_bfloat16(parameter.cpu(), generator))
     save_beside_files_of(source, model.to(torch.bfloat16), folder)
-
-
-def heldout_table(heldout: pl.DataFrame, levels: dict[str, dict[str, np.ndarray]]) -> pl.DataFrame:
-    """Per held-out pair, the summed log-probabilities in nats of both responses: before and after DPO, and before SFT.
-
-    Args:
-        levels: `measure` of `before`, `after` and, where SFT came first, `source` (the fetched model).
-    """
-    columns = {f"{side}_{when}": values[side] for side in ("chosen", "rejected") for when, values in levels.items()}
-    return heldout.select("pair_id").with_columns(**{name: pl.Series(values) for name, values in columns.items()})
-
-
-def judge(effects: dict[str, Effect], config: TrainDpo) -> dict[str, Any]:
-    """`displacement.json`: the verdict with its numbers, thresholds and reasons."""
-    limits = {"slight_nats": config.displacement.slight_nats, "steep_nats": config.displacement.steep_nats}
-    name, reasons = verdict(effects["chosen"], effects["rejected"], effects["escape"], effects["margin"], **limits)
-    return {
-        "verdict": name,
-        **{side: interval(effect) for side, effect in effects.items()},
-        "n": effects["chosen"].n,
-        "n_probes": effects["escape"].n,
-        "confidence": config.displacement.confidence,
-        "thresholds": limits,
-        "reasons": reasons,
-    }
-
-
-def metrics(levels: dict[str, dict[str, np.ndarray]], effects: dict[str, Effect], steps: int) -> dict[str, float]:
-    """Flat numbers of the run: means in nats per response, and the paired differences with their intervals."""
-    flat = {"steps": float(steps)}
-    for side in ("chosen", "rejected", "escape"):
-        for when, values in levels.items():
-            flat[f"{side}_logp_{when}"] = float(values[side].mean())
-    for side, effect in effects.items():
-        flat[f"{side}_delta"] = effect.effect
-        flat[f"{side}_delta_ci_low"] = effect.ci_low
-        flat[f"{side}_delta_ci_high"] = effect.ci_high
-    return flat

@@ -4,7 +4,7 @@ The folder of a training holds, in the order in which they come to be:
 
     pairs/                    the pairs in TRL's format; TRL caches tokens and the reference's log-probabilities there
     trainer/checkpoint-N/     TRL's state after step N: weights, optimizer, schedule, random states; our `rows.json`
-    result/                   the trained weights and `log.parquet`; the training is done
+    result/                   the trained weights, `log.parquet` and `watched.json`; the training is done
 
 Each is complete or counts as absent. A training that was killed goes on from the newest checkpoint that is complete,
 and ends with the same bytes as if nothing had happened: saving draws no random numbers, and happens at logging steps
@@ -39,7 +39,7 @@ from oneaxis.errors import RunError, UserError
 from oneaxis.preference.dpo_config import dpo_config, one_line, sft_config
 from oneaxis.preference.forward import device, load, response_logps
 from oneaxis.preference.pairs import Sequence
-from oneaxis.preference.watch import OnLog, SftWatch, Watch
+from oneaxis.preference.watch import OnLog, SftWatch, Watch, Watched
 
 SAVING_SHARE = 20
 """Saving takes at most one part in so many of the time, unless `train.checkpoint_s` is 0."""
@@ -76,8 +76,7 @@ class Training:
 def train(
     training: Training,
     pairs: pl.DataFrame,
-    probes: pl.DataFrame,
-    escapes: list[Sequence],
+    watched: Watched,
     folder: Path,
     on_log: OnLog | None,
 ) -> Path:
@@ -85,8 +84,7 @@ def train(
 
     Args:
         pairs: what is trained on, each within `train.max_length`.
-        probes: the table that `escapes` are of; the processes of a launch read it again.
-        escapes: as `escape_sequences` gives them, for `Watch`.
+        watched: what DPO's `Watch` asks of the weights.
         on_log: called at each logging step of DPO with (metrics, step).
 
     Raises:
@@ -96,9 +94,9 @@ def train(
         folder.mkdir(parents=True, exist_ok=True)
         trl_dataset(pairs, folder / "pairs")
         if training.config.processes == 1:
-            fit(training, escapes, folder, on_log)
+            fit(training, watched, folder, on_log)
         else:
-            probes.write_parquet(folder / "probes.parquet")
+            watched.write(folder / "watched.json")
             launch(training, folder, on_log)
         shutil.rmtree(folder / "trainer", ignore_errors=True)
     return folder / "result"
@@ -136,11 +134,11 @@ def trl_dataset(pairs: pl.DataFrame, folder: Path) -> datasets.Dataset:
 # --- one process -----------------------------------------------------------------------------------------------------
 
 
-def fit(training: Training, escapes: list[Sequence], folder: Path, on_log: OnLog | None) -> None:
+def fit(training: Training, watched: Watched, folder: Path, on_log: OnLog | None) -> None:
     """Train in this process, which may be one of several, and write `result/`. As `train`, whose work this is."""
     config = training.config
     model, tokenizer = load(training.start)
-    watch = SftWatch() if training.method == "sft" else Watch(escapes, on_log)
+    watch: SftWatch | Watch = SftWatch() if training.method == "sft" else Watch(watched, config, on_log)
     checkpoints = Checkpoints(folder / "trainer", watch.rows, config.checkpoint_s)
     newest = checkpoints.newest()
     if newest:
@@ -173,6 +171,8 @@ def fit(training: Training, escapes: list[Sequence], folder: Path, on_log: OnLog
         shutil.rmtree(unfinished, ignore_errors=True)
         save_beside_files_of(training.start, trained, unfinished)
         watch.table().write_parquet(unfinished / "log.parquet")
+        if isinstance(watch, Watch):
+            write_json(unfinished / "watched.json", watch.report())
         if gap:
             write_json(unfinished / "reference.json", gap)
         unfinished.rename(folder / "result")
@@ -230,7 +230,7 @@ class Checkpoints(TrainerCallback):
     Each is good: `Watch` has found the loss and the probes finite, and here the weights are found to be.
     """
 
-    def __init__(self, folder: Path, rows: list[dict[str, float]], every_s: float | None) -> None:
+    def __init__(self, folder: Path, rows: list[dict[str, Any]], every_s: float | None) -> None:
         self.folder, self.rows, self.every_s = folder, rows, every_s
         self.saved_at = self.asked_at = time.monotonic()
         self.saving_s = 0.0
@@ -245,6 +245,9 @@ class Checkpoints(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], model: Any, **kwargs: Any) -> Any:
         if "loss" not in logs or self.every_s is None or state.global_step >= state.max_steps:
+            return control
+        if control.should_training_stop:
+            # What goes on from here would not stop again.
             return control
         now = time.monotonic()
         due = now - self.saved_at >= (max(self.every_s, SAVING_SHARE * self.saving_s) if self.every_s else 0)

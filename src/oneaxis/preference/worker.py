@@ -2,9 +2,9 @@
 
     python -m oneaxis.preference.worker FOLDER
 
-Reads `training.json` of the folder; the first process writes `rows.jsonl`, a line per logging step for the live curves,
-and what `fit` writes. An error that all processes come to (a refused setting, a loss that is no number) is left in
-`error.json`, and the exit code is 0, so that the launcher adds no report of its own.
+Reads `training.json` and `watched.json` of the folder; the first process writes `rows.jsonl`, a line per logging step
+for the live curves, and what `fit` writes. An error that all processes come to (a refused setting, a loss that is no
+number) is left in `error.json`, and the exit code is 0, so that the launcher adds no report of its own.
 """
 
 import json
@@ -12,14 +12,12 @@ import os
 import sys
 from pathlib import Path
 
-import polars as pl
 import torch
-from transformers import AutoTokenizer
 
 from oneaxis.artifacts import write_json
 from oneaxis.errors import RunError, UserError
-from oneaxis.preference.dpo import escape_sequences
 from oneaxis.preference.trainer import Training, fit
+from oneaxis.preference.watch import Watched
 from oneaxis.stage import end_with_parent
 
 
@@ -30,15 +28,14 @@ def main(folder: Path) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     training = Training.read(folder / "training.json")
-    tokenizer = AutoTokenizer.from_pretrained(training.start)
-    escapes = escape_sequences(pl.read_parquet(folder / "probes.parquet"), tokenizer, training.config)
+    watched = Watched.read(folder / "watched.json")
 
     def tell(values: dict[str, float], step: int) -> None:
         with (folder / "rows.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "values": values}) + "\n")
 
     try:
-        fit(training, escapes, folder, tell if rank == 0 else None)
+        fit(training, watched, folder, tell if rank == 0 else None)
     except (UserError, RunError) as error:
         if rank == 0:
             write_json(folder / "error.json", {"kind": type(error).__name__, "message": str(error)})

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oneaxis.judge.validity import Validity
-from oneaxis.report import quantisation, text
+from oneaxis.report import displaced, quantisation, text
 from oneaxis.report.results import Results
 from oneaxis.report.tables import Table
 from oneaxis.track import model_name
@@ -127,8 +127,7 @@ def quality_and_preference(results: Results) -> Table:
     if row := quantisation.copies_row(results):
         rows.append(row)
     displacement = results.document("train_dpo", "displacement.json") or {}
-    for side, title in (("chosen", "Chosen log-probability"), ("rejected", "Rejected log-probability"),
-                        ("escape", "Escape probe log-probability")):  # fmt: skip
+    for side, title in (("chosen", "Chosen log-probability"), ("rejected", "Rejected log-probability")):
         before, after = m.get(f"train_dpo/{side}_logp_before"), m.get(f"train_dpo/{side}_logp_after")
         if before is None or after is None:
             continue
@@ -136,11 +135,11 @@ def quality_and_preference(results: Results) -> Table:
         effect = interval.get("effect", after - before)
         around = (f"{text.signed_nats(interval['ci_low'])} to {text.signed_nats(interval['ci_high'])}"
                   if interval.get("ci_low") is not None else text.NONE)  # fmt: skip
-        unit = "probes" if side == "escape" else "held-out pairs"
-        n = interval.get("n") or (displacement.get("n") if side != "escape" else None)
+        n = interval.get("n") or displacement.get("n")
         rows.append([f"{title}, by training", text.nats(before), text.nats(after),
                      f"{text.signed_nats(effect)} nats", around,
-                     f"{text.count(n)} {unit}" if n else text.NONE])  # fmt: skip
+                     f"{text.count(n)} held-out pairs" if n else text.NONE])  # fmt: skip
+    rows += displaced.headline(results)
     return Table(
         head=("What changed", "before", "after", "by how much", "95% interval", "n"), rows=rows, align="lrrrrr",
         caption="Quality and preference",
@@ -222,7 +221,8 @@ def findings(results: Results) -> list[str]:
     if displacement:
         chosen, rejected = displacement["chosen"], displacement["rejected"]
         said.append(f"Training: {displacement['verdict']}; chosen {text.signed_nats(chosen['effect'])} nats, rejected "
-                    f"{text.signed_nats(rejected['effect'])} nats per response.")  # fmt: skip
+                    f"{text.signed_nats(rejected['effect'])} nats per response"
+                    f"{displaced.refusals(results)}.")  # fmt: skip
     measured = cells(results)
     if measured:
         held = [cell for cell in measured if cell.numbers.get("attainment", 0.0) >= 0.9]

@@ -12,7 +12,7 @@ import polars as pl
 from oneaxis.config.schema import ServiceClass
 from oneaxis.judge.validity import differences
 from oneaxis.load.metrics import per_request, requests_needed
-from oneaxis.report import filtering, plots, quantisation, scores, text
+from oneaxis.report import displaced, filtering, plots, quantisation, scores, text
 from oneaxis.report.facts import SCORERS, Cell, cells
 from oneaxis.report.plots import Plot
 from oneaxis.report.results import STAGES, Results
@@ -117,42 +117,12 @@ def preference(results: Results) -> Section:
     if pairs is not None:
         section.plots += filtering.distributions(results, pairs)
         section.tables += filtering.tables(results, pairs)
-    log = results.table("train_dpo", "train_log.parquet")
-    if log is not None:
-        named = {"chosen": "logps/chosen", "rejected": "logps/rejected"}
-        series = {title: log[column].to_list() for title, column in named.items() if column in log.columns}
-        if series:
-            section.plots.append(plots.curves(
-                log["step"].to_list(), series, "curves", "nats per response",
-                "Mean log-probability of chosen and rejected responses over the training steps.",
-                "Absolute values on the batches trained on. Chosen falling with rejected is displacement.",
-            ))  # fmt: skip
-        escape = next((column for column in log.columns if "escape" in column), None)
-        if escape:
-            section.plots.append(plots.curves(
-                log["step"].to_list(), {"canned refusal on benign prompts": log[escape].to_list()}, "escape",
-                "nats per response", "Log-probability of the escape probe over the training steps.",
-                "Rising: the model moves its belief to a refusal that nobody asked for.",
-            ))  # fmt: skip
-    displacement = results.document("train_dpo", "displacement.json")
-    if displacement:
-        rows = []
-        for side in ("chosen", "rejected", "margin", "escape"):
-            found = displacement.get(side)
-            if found:
-                rows.append([side, text.signed_nats(found["effect"]), text.signed_nats(found.get("ci_low")),
-                             text.signed_nats(found.get("ci_high"))])  # fmt: skip
-        thresholds = text.evidence(displacement.get("thresholds") or {})
-        said = "; ".join(displacement.get("reasons") or [])
-        section.tables.insert(0, Table(
-            ("Held-out change, nats per response", "mean", "low", "high"), rows, "lrrr",
-            caption=f"Displacement: {displacement['verdict']}",
-            note=f"{said}{'. ' if said else ''}n = {displacement['n']}, confidence "
-            f"{text.percent(displacement['confidence'], 0)}; {thresholds}.",
-        ))  # fmt: skip
-    elif results.section("train").get("kind") == "none":
+    section.plots += displaced.plots(results)
+    told = displaced.tables(results)
+    section.tables = [*told, *section.tables]
+    if not told and results.section("train").get("kind") == "none":
         section.lead = "Training was not run (train=none): the fetched model is served."
-    if not section.plots and not section.tables and not displacement:
+    if not section.plots and not section.tables:
         section.absent = "filter_pairs and train_dpo did not run."
     return section
 

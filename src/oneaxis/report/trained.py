@@ -52,15 +52,17 @@ def _table(trained: Mapping[str, Results]) -> Table:
         found: Mapping[str, Any] = results.document("train_dpo", "displacement.json") or {}
         levels = [text.nats(results.metrics.get(f"train_dpo/chosen_logp_{when}")) for when in ("before", "after")]
         changes = [_change(found.get(side)) for side in ("chosen", "rejected", "margin")]
-        rows.append([name, str(found["verdict"]), *levels, *changes])
+        rows.append([name, str(found["verdict"]), *levels, *changes, _refusals(found)])
         tones.append(TONES.get(str(found["verdict"]), ""))
     first: Mapping[str, Any] = next(iter(trained.values())).document("train_dpo", "displacement.json") or {}
     return Table(
-        ("Point", "verdict", "chosen before", "after", "chosen", "rejected", "margin"), rows, "lsrrrrr",
+        ("Point", "verdict", "chosen before", "after", "chosen", "rejected", "margin",
+         "refusals, points"), rows, "lsrrrrrr",
         caption="What training did in each point", tones=tones,
         note=f"Held-out responses, nats per response: mean change by DPO from its reference, with the "
         f"{text.percent(first.get('confidence'), 0)} interval over {text.count(first.get('n'))} pairs. Where SFT came "
-        "first, before is after SFT.",
+        "first, before is after SFT. Refusals: change of the share of benign prompts that are refused, answered "
+        "greedily, from the fetched model.",
     )  # fmt: skip
 
 
@@ -68,6 +70,11 @@ def _change(found: Mapping[str, Any] | None) -> str:
     if not found:
         return text.NONE
     return " ".join(text.effect(found.get("effect"), found.get("ci_low"), found.get("ci_high")))
+
+
+def _refusals(found: Mapping[str, Any]) -> str:
+    change = (found.get("answers") or {}).get("refusal")
+    return _change({end: 100 * change[end] for end in ("effect", "ci_low", "ci_high")} if change else None)
 
 
 def _curves(trained: Mapping[str, Results], baseline: str) -> Plot | None:

@@ -32,7 +32,7 @@ class Work:
 
 
 def log_probabilities(
-    model: Any, targets: Sequence[Target], batch_tokens: int, *, pad_id: int = 0
+    model: Any, targets: Sequence[Target], batch_tokens: int, *, pad_id: int = 0, progress: str | None = "score"
 ) -> tuple[list[list[float]], Work]:
     """Log-probability of every token of every target from its start on, given all tokens before it.
 
@@ -41,6 +41,7 @@ def log_probabilities(
         targets: what to score; `0 < start < len(ids)`.
         batch_tokens: positions held in one pass, padding and shared prefixes included.
         pad_id: any valid token id; what stands there is never seen.
+        progress: before the bar; None: no bar.
 
     Returns:
         Per target its log-probabilities in nats, and the tokens computed.
@@ -49,12 +50,15 @@ def log_probabilities(
     results: list[list[float]] = [[0.0] * (len(target.ids) - target.start) for target in targets]
     assert all(0 < target.start < len(target.ids) for target in targets)
     rows = rows_of(((target.group, target.ids[:-1]) for target in targets), batch_tokens, longest_shared(model))
-    with torch.inference_mode(), tqdm(total=len(targets), desc="score", unit="option") as progress:
+    with (
+        torch.inference_mode(),
+        tqdm(total=len(targets), desc=progress, unit="option", disable=progress is None) as bar,
+    ):
         for batch in batches(rows, batch_tokens):
             _score_batch(model, batch, targets, results, pad_id)
             work.tokens += sum(row.length for row in batch)
             work.padded_tokens += len(batch) * batch[0].length
-            progress.update(sum(len(branch.members) for row in batch for branch in row.branches))
+            bar.update(sum(len(branch.members) for row in batch for branch in row.branches))
     return results, work
 
 

@@ -26,8 +26,8 @@ from oneaxis.names import model_name, scheme_name
 LONGEST_PARAM = 6000
 LONGEST_TAG = 7900
 CUT = " ... (cut: params.yaml, under Artifacts, has it whole)"
-NAMED = ("displacement.json", "perplexity.json", "quality.json", "copying.json", "coverage.json", "realised.json",
-         "smoke.json", "guards.json", "summary.json", "distribution.csv")  # fmt: skip
+NAMED = ("displacement.json", "mass.json", "perplexity.json", "quality.json", "copying.json", "coverage.json",
+         "realised.json", "smoke.json", "guards.json", "summary.json", "distribution.csv")  # fmt: skip
 """Small files of the stages that a run keeps, beside manifest and provenance."""
 DATASETS = {
     "calibration": ("calibrate", "calibration"),
