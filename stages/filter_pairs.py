@@ -11,7 +11,7 @@ def work(stage: Stage) -> dict[str, float]:
     from oneaxis.preference.filter import filter_pairs
 
     checkpoint = stage.artifact("fetch_model", "checkpoint")
-    pairs = stage.artifact("prepare_data", "pairs.parquet")
+    pairs = stage.root / stage.paths["pairs"]
     observed: dict[str, Any] = {}
     metrics, notes = filter_pairs(
         checkpoint,

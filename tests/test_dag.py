@@ -44,7 +44,7 @@ def test_every_parameter_of_a_declared_section_is_read_by_the_stages_code(root: 
     code = "\n".join(
         (root / path).read_text(encoding="utf-8") for path in stage_code(root, name) if "/config/" not in path
     )
-    alternatives = [[], ["train=none", "quantize=none"], ["quantize=w8a8_int8_static"]]
+    alternatives = [[], ["train=none", "quantize=none"], ["quantize=w8a8_int8_static"], ["pairs=on_policy"]]
     for overrides in alternatives:
         values = compose(root / "conf", overrides).model_dump()
         for section in STAGE_SECTIONS[name]:
@@ -94,5 +94,6 @@ def test_import_closure_follows_packages_functions_and_cycles(tmp_path: Path) ->
 
 def test_dvc_depends_on_every_source_of_the_users(stages: dict[str, Any]) -> None:
     assert "${paths.model_source}" in stages["fetch_model"]["deps"]
+    assert "${paths.sample_source}" in stages["sample_pairs"]["deps"]
     for table in TABLES:
         assert f"${{paths.{table}_source}}" in stages["prepare_data"]["deps"]

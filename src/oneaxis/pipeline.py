@@ -66,6 +66,10 @@ def check_inputs(root: Path, config: Config) -> None:
         from oneaxis.serve.command import check_engine_args, known_arguments
 
         check_engine_args(config.serve.engine_args, known_arguments())
+    if config.sample.kind == "on_policy" and config.sample.engine.engine_args:
+        from oneaxis.sample.responses import check_sampling_args
+
+        check_sampling_args(config.sample.engine)
     if config.train.kind == "dpo" and config.train.dpo_args:
         from oneaxis.preference.dpo_config import check_dpo_args
 
@@ -79,7 +83,7 @@ def check_inputs(root: Path, config: Config) -> None:
     for name, path in derived_paths(config.model_dump()).items():
         if name.endswith("_source") and not (root / path).exists():
             table = name.removesuffix("_source")
-            key = "model.path" if table == "model" else f"data.{table}.source.path"
+            key = f"{table}.path" if table in ("model", "sample") else f"data.{table}.source.path"
             raise UserError(f"{key}={path}: no such file or folder; allowed: an existing one")
 
 

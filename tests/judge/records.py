@@ -24,6 +24,7 @@ SETTINGS: dict[str, Any] = {
     "seed": 0,
     "model": {"kind": "path", "path": "/m"},
     "data": {"items": {"per_task": 40}},
+    "sample": {"kind": "none"},
     "pairs": {"rule": "quantile", "value": 0.75},
     "train": {"kind": "none"},
     "calibrate": {"heldout_sequences": 12},

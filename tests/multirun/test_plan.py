@@ -309,7 +309,10 @@ def test_resume_returns_the_plan_as_written(root: Path, tmp_path: Path, plan: Ca
         (["experiment.targets=[sweep]", "train=none", "quantize=none"], "fetch_model prepare_data serve sweep"),
         (["experiment.targets=[quantize]", "train=none"], "fetch_model prepare_data calibrate quantize"),
         (["experiment.targets=[train_dpo]", "train=none"], "fetch_model prepare_data filter_pairs train_dpo"),
-        ([], "fetch_model prepare_data filter_pairs train_dpo calibrate quantize serve sweep score report"),
+        (["experiment.targets=[train_dpo]", "pairs=on_policy"],
+         "fetch_model prepare_data sample_pairs filter_pairs train_dpo"),
+        ([],
+         "fetch_model prepare_data sample_pairs filter_pairs train_dpo calibrate quantize serve sweep score report"),
     ],
 )  # fmt: skip
 def test_stages_that_the_targets_reach(root: Path, overrides: list[str], stages: str) -> None:

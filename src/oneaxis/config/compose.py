@@ -217,6 +217,7 @@ def _key(prefix: list[str], location: tuple[int | str, ...]) -> str:
         "random",
         "dpo",
         "none",
+        "on_policy",
         "w8a8_int8_dynamic",
         "w8a8_int8_static",
         "w4a16",

@@ -461,6 +461,55 @@ class Serve(Section):
     """Further arguments of `vllm serve`, by their names in Python (`swap_space: 4`), checked in the realised config."""
 
 
+# --- sample -> sample_pairs --------------------------------------------------------------------------------------
+
+
+class SampleNone(Section):
+    """Preference pairs are those of `data.pairs`."""
+
+    kind: Literal["none"]
+
+
+class SamplePairs(Section):
+    """Preference pairs from the fetched model's own responses, ranked by a rule that can be checked."""
+
+    kind: Literal["on_policy"]
+    tasks: list[Literal["arithmetic", "json", "words"]]
+    """Prompts of ours: sums with a known answer, JSON objects with named keys, answers in at most so many words."""
+    path: str | None
+    """Prompts of the user's in place of `tasks`, each with its rule: a .jsonl or .parquet file (`docs/pairs.md`)."""
+    max_prompts: Count
+    num_samples: Annotated[int, Field(ge=2, le=256)]
+    """Responses to each prompt, each with a seed of its own."""
+    temperature: Positive
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+    max_tokens: Count
+    """Longest response; one that is cut off there fails its rule."""
+    chat_template: bool
+    """A prompt that is a text is a user's message in the chat template; else it is the plain text to go on from."""
+    pairs_per_prompt: Count
+    """At most."""
+    heldout_pairs: Count
+    """Kept from training, whole prompts at a time."""
+    engine: Serve
+    """Of its own, so that a change of `serve` draws no other responses."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "SamplePairs":
+        if bool(self.tasks) == (self.path is not None):
+            raise ValueError(f"tasks is {self.tasks} and path is {self.path!r}; allowed: one of them, the other [] or "
+                             "null")  # fmt: skip
+        if len(set(self.tasks)) != len(self.tasks):
+            raise ValueError(f"tasks is {self.tasks}; allowed: each at most once")
+        if self.max_tokens >= self.engine.max_model_len:
+            raise ValueError(f"max_tokens is {self.max_tokens}; allowed: less than engine.max_model_len "
+                             f"({self.engine.max_model_len}), which holds the prompt too")  # fmt: skip
+        return self
+
+
+Sample = Annotated[SampleNone | SamplePairs, Field(discriminator="kind")]
+
+
 # --- load -> sweep -------------------------------------------------------------------------------------------
 
 
@@ -598,8 +647,8 @@ class Guards(Section):
 # --- experiment, gate: read by multiruns and verdicts, never by a stage -----------------------------------------
 
 Value = bool | int | float | str
-StageName = Literal["fetch_model", "prepare_data", "filter_pairs", "train_dpo", "calibrate", "quantize", "serve",
-                    "sweep", "score", "report"]  # fmt: skip
+StageName = Literal["fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate",
+                    "quantize", "serve", "sweep", "score", "report"]  # fmt: skip
 
 
 class Change(Section):
@@ -709,6 +758,7 @@ class Config(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     model: Model
     data: Data
+    sample: Sample
     pairs: PairFilter
     train: Train
     calibrate: Calibrate
@@ -737,6 +787,7 @@ class Config(BaseModel):
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "fetch_model": ("model", "seed"),
     "prepare_data": ("data", "seed"),
+    "sample_pairs": ("sample", "seed"),
     "filter_pairs": ("pairs",),
     "train_dpo": ("train", "seed"),
     "calibrate": ("calibrate",),
@@ -762,14 +813,19 @@ def derived_paths(config: dict[str, Any]) -> dict[str, str]:
     """What the settings say of paths, for DVC's `${paths.*}` templates.
 
     Returns:
-        `policy` and `served`, the checkpoints after training and after quantisation; `model_source` and one
+        `policy` and `served`, the checkpoints after training and after quantisation; `sampled`, the checkpoint that
+        pairs are sampled from, and `pairs`, those that are filtered; `model_source`, `sample_source` and one
         `<table>_source` per table: the user's own files, on which DVC then depends by content.
     """
     trained = config["train"]["kind"] != "none"
     policy = "artifacts/train_dpo/checkpoint" if trained else "artifacts/fetch_model/checkpoint"
     quantized = config["quantize"]["kind"] != "none" or config["quantize"]["kv"] != "none"
     paths = {"policy": policy, "served": "artifacts/quantize/checkpoint" if quantized else policy}
+    sampled = config["sample"]["kind"] != "none"
+    paths["sampled"] = "artifacts/fetch_model/checkpoint" if sampled else DEFAULT_SOURCE
+    paths["pairs"] = f"artifacts/{'sample_pairs' if sampled else 'prepare_data'}/pairs.parquet"
     paths["model_source"] = _own(config["model"])
+    paths["sample_source"] = _own(config["sample"])
     for table in TABLES:
         paths[f"{table}_source"] = _own(config["data"][table]["source"])
     return paths

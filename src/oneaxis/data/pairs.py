@@ -122,10 +122,10 @@ def implicit_prompt(chosen: str, rejected: str) -> str:
 
 
 def _conversation(record: Record) -> tuple[str, str, str]:
-    chosen, rejected = _messages(record, "chosen"), _messages(record, "rejected")
+    chosen, rejected = read_messages(record, "chosen"), read_messages(record, "rejected")
     # Some data sets repeat the prompt as a string beside full conversations; TRL then reads the conversations.
     if isinstance(record.value.get("prompt"), list):
-        prompt = _messages(record, "prompt")
+        prompt = read_messages(record, "prompt")
     elif chosen == rejected:
         raise Drop("chosen equals rejected")
     else:
@@ -150,7 +150,12 @@ def _conversation(record: Record) -> tuple[str, str, str]:
     return as_json[0], as_json[1], as_json[2]
 
 
-def _messages(record: Record, key: str) -> list[dict[str, str]]:
+def read_messages(record: Record, key: str) -> list[dict[str, str]]:
+    """The conversation under `key`, its messages as {role, content} alone.
+
+    Raises:
+        UserError: a message of another form. Drop: an empty one.
+    """
     messages = []
     for number, message in enumerate(record.value[key]):
         where = f"{record.where}: {key}[{number}]"
@@ -169,7 +174,13 @@ def _messages(record: Record, key: str) -> list[dict[str, str]]:
 
 
 def split_pairs(
-    rows: Iterable[Row], *, max_pairs: int, heldout_pairs: int, seed: int, dropped: Counter[str] | None = None
+    rows: Iterable[Row],
+    *,
+    max_pairs: int | None,
+    heldout_pairs: int,
+    seed: int,
+    dropped: Counter[str] | None = None,
+    key: str = "data.pairs",
 ) -> tuple[list[Row], Counter[str]]:
     """At most `max_pairs` distinct pairs, of which up to `heldout_pairs` are held out; no prompt in both splits.
 
@@ -178,7 +189,9 @@ def split_pairs(
     that an error names, include those of `dropped`.
 
     Args:
+        max_pairs: None: all.
         dropped: what parsing dropped already, by reason.
+        key: the section of the settings that errors name.
 
     Raises:
         UserError: too few pairs or prompts to train on some and hold out others.
@@ -193,15 +206,16 @@ def split_pairs(
     for row in drawn(chosen, lambda row: row["pair_id"], seed=seed, table="heldout pairs"):
         groups.setdefault(row["prompt"], []).append(row)
     if len(chosen) <= heldout_pairs or len(groups) < 2:
-        raise UserError(f"data.pairs: {len(chosen)} usable pairs of {len(groups)} prompts (data.pairs.max_pairs="
-                        f"{max_pairs}); allowed: more than data.pairs.heldout_pairs={heldout_pairs}, of at least 2 "
-                        f"prompts; dropped: {dict(sorted(lost.items())) or 'none'}")  # fmt: skip
+        limit = "" if max_pairs is None else f" ({key}.max_pairs={max_pairs})"
+        raise UserError(f"{key}: {len(chosen)} usable pairs of {len(groups)} prompts{limit}; allowed: more than "
+                        f"{key}.heldout_pairs={heldout_pairs}, of at least 2 prompts; dropped: "
+                        f"{dict(sorted(lost.items())) or 'none'}")  # fmt: skip
     heldout: set[str] = set()
     for group in groups.values():
         if len(heldout) + len(group) <= heldout_pairs:
             heldout.update(row["pair_id"] for row in group)
     if not heldout:
-        raise UserError(f"data.pairs: every prompt has more pairs than data.pairs.heldout_pairs={heldout_pairs}; "
+        raise UserError(f"{key}: every prompt has more pairs than {key}.heldout_pairs={heldout_pairs}; "
                         f"allowed: at least {min(map(len, groups.values()))}")  # fmt: skip
     return [{**row, "split": "heldout" if row["pair_id"] in heldout else "train"} for row in chosen], lost
 

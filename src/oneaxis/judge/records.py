@@ -20,13 +20,14 @@ from oneaxis.report.results import Results, read_results
 UPSTREAM: dict[str, tuple[str, ...]] = {
     "fetch_model": (),
     "prepare_data": (),
-    "filter_pairs": ("fetch_model", "prepare_data"),
-    "train_dpo": ("fetch_model", "prepare_data", "filter_pairs"),
-    "calibrate": ("fetch_model", "prepare_data", "filter_pairs", "train_dpo"),
-    "quantize": ("fetch_model", "prepare_data", "filter_pairs", "train_dpo", "calibrate"),
-    "serve": ("fetch_model", "prepare_data", "filter_pairs", "train_dpo", "calibrate", "quantize"),
-    "sweep": ("fetch_model", "prepare_data", "filter_pairs", "train_dpo", "calibrate", "quantize"),
-    "score": ("fetch_model", "prepare_data", "filter_pairs", "train_dpo", "calibrate", "quantize"),
+    "sample_pairs": ("fetch_model",),
+    "filter_pairs": ("fetch_model", "prepare_data", "sample_pairs"),
+    "train_dpo": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs"),
+    "calibrate": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo"),
+    "quantize": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate"),
+    "serve": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate", "quantize"),
+    "sweep": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate", "quantize"),
+    "score": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate", "quantize"),
 }
 """Stages whose payload reaches a stage; the edges of `dvc.yaml`, followed to the end."""
 

@@ -11,6 +11,7 @@ from oneaxis.config import Config
 from oneaxis.config.schema import Score
 from oneaxis.load.plan import rate_label
 from oneaxis.load.summary import CELL_METRICS
+from oneaxis.sample.rules import KINDS
 from oneaxis.score.contexts import premises_of
 from oneaxis.score.metrics import CLOZE, LETTER
 
@@ -23,6 +24,9 @@ QUALITY = ("perplexity_ratio", "checkpoint_bytes", *(f"{name}{end}" for name in 
                                                      for end in ("", "_ci_low", "_ci_high")))  # fmt: skip
 QUALITY_COPIES = tuple(f"{name}{end}" for name in ("copy_exact_delta", "copy_nll_delta")
                        for end in ("", "_ci_low", "_ci_high"))  # fmt: skip
+SAMPLED = ("prompts", "prompts_all_pass", "prompts_all_fail", "prompts_without_pair", "responses", "pass_rate",
+           "pass_rate_ci_low", "pass_rate_ci_high", "duplicate_share", "cut_share", "tokens", "pairs",
+           "pairs_per_prompt")  # fmt: skip
 QUANTIZE = ("fold_error_max", "weight_error_max", "output_error_max", "num_quantized_linears")
 
 
@@ -46,6 +50,11 @@ def _names(config: Config, stage: str) -> set[str]:
             return {"num_parameters", "bytes"}
         case "prepare_data":
             return {f"{table}_rows" for table in TABLES} | {f"{source}_dropped" for source in SOURCES}
+        case "sample_pairs" if config.sample.kind == "none":
+            return {"pairs"}
+        case "sample_pairs":
+            return {"train_pairs", "heldout_pairs"} | {f"{prefix}{name}" for name in SAMPLED
+                                                       for prefix in ("", *(f"{kind}/" for kind in KINDS))}  # fmt: skip
         case "filter_pairs":
             cutoff = {f"{config.pairs.score}_cutoff"} if config.pairs.control_seed is None else set()
             return {"pairs", "train_pairs", "kept", "dropped", "unusable", "ln_ches_median", "ches_median",

@@ -12,7 +12,7 @@ import polars as pl
 from oneaxis.config.schema import ServiceClass
 from oneaxis.judge.validity import differences
 from oneaxis.load.metrics import per_request, requests_needed
-from oneaxis.report import displaced, filtering, plots, quantisation, scores, text
+from oneaxis.report import displaced, filtering, plots, quantisation, sampled, scores, text
 from oneaxis.report.facts import SCORERS, Cell, cells
 from oneaxis.report.plots import Plot
 from oneaxis.report.results import STAGES, Results
@@ -113,6 +113,7 @@ def preference(results: Results) -> Section:
     """CHES of the pairs, training curves in absolute log-probabilities, the displacement verdict."""
     section = Section("preference", "Preference training",
                       lead="Whether the chosen answers became likelier, and not only the margin wider.")  # fmt: skip
+    section.tables += sampled.tables(results)
     pairs = results.table("filter_pairs", "pairs.parquet")
     if pairs is not None:
         section.plots += filtering.distributions(results, pairs)

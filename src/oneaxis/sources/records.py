@@ -77,15 +77,30 @@ def read_records(source: Source, *, table: str, root: Path) -> tuple[list[Record
     """
     if source.kind == "hub":
         return _read_hub(source, table=table)
-    path = _existing(source, table=table, root=root)
+    assert source.path is not None, "the schema gives kind=file a path"
+    kinds = ".jsonl, .parquet or .txt" if table == "prose" else ".jsonl or .parquet"
+    return read_file(source.path, key=f"data.{table}.source.path", root=root, kinds=kinds)
+
+
+def read_file(
+    given: str, *, key: str, root: Path, kinds: str = ".jsonl or .parquet"
+) -> tuple[list[Record], dict[str, Any]]:
+    """All records of a file of the user's, and what the manifest says of it. Relative paths start at `root`.
+
+    Args:
+        given: the path, as it stands in the settings under `key`. kinds: what `key` allows, for the error.
+
+    Raises:
+        UserError: as `read_records`.
+    """
+    path = _existing(given, key=key, root=root)
     origin = {"file": path.name, "sha256": sha256_file(path), "licence": "the user's own"}
     if path.suffix == ".jsonl":
         records = parse_jsonl(path.read_bytes(), path.name)
     elif path.suffix == ".parquet":
         records = _read_parquet(path)
     else:
-        kinds = ".jsonl, .parquet or .txt" if table == "prose" else ".jsonl or .parquet"
-        raise UserError(f"data.{table}.source.path={source.path}: allowed: a {kinds} file")
+        raise UserError(f"{key}={given}: allowed: a {kinds} file")
     if not records:
         raise UserError(f"{path.name}: holds no rows; allowed: at least one")
     return records, origin
@@ -97,7 +112,8 @@ def read_text(source: Source, *, table: str, root: Path) -> tuple[str, dict[str,
     Raises:
         UserError: the file is missing, empty, or not UTF-8 text.
     """
-    path = _existing(source, table=table, root=root)
+    assert source.path is not None, "the schema gives kind=file a path"
+    path = _existing(source.path, key=f"data.{table}.source.path", root=root)
     data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     if b"\0" in data:
         line = data.count(b"\n", 0, data.index(b"\0")) + 1
@@ -112,12 +128,11 @@ def read_text(source: Source, *, table: str, root: Path) -> tuple[str, dict[str,
     }
 
 
-def _existing(source: Source, *, table: str, root: Path) -> Path:
-    assert source.path is not None, "the schema gives kind=file a path"
-    path = root / Path(source.path).expanduser()
+def _existing(given: str, *, key: str, root: Path) -> Path:
+    path = root / Path(given).expanduser()
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "no such file"
-        raise UserError(f"data.{table}.source.path={source.path}: {found}; allowed: an existing file")
+        raise UserError(f"{key}={given}: {found}; allowed: an existing file")
     return path
 
 

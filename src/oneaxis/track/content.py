@@ -36,7 +36,8 @@ DATASETS = {
     "pairs": ("filter_pairs", "training"),
     "probes": ("train_dpo", "probe"),
 }
-"""Table of prepare_data -> the stage that reads it, and what for (MLflow's context of a dataset)."""
+"""Table of prepare_data (pairs: also of sample_pairs) -> the stage that reads it, and what for (MLflow's context of a
+dataset)."""
 SECRET = (r"(?:[\w-]*(?:api[_-]?key|passw(?:or)?d|secret|access[_-]?key)"
           r"|(?:[\w-]*(?:hf|hub|auth|access|api|bearer)[_-])?token)")  # fmt: skip
 """Names whose values are not shown (`api_key`, `hf_token`; not `max_tokens`)."""
@@ -206,19 +207,38 @@ def datasets(folder: Path) -> list[dict[str, str]]:
     manifest = read_json(path)
     metrics = folder / ARTIFACTS / "prepare_data.metrics.json"
     rows = read_json(metrics) if metrics.is_file() else {}
+    told, files = manifest.get("notes", {}).get("tables", {}), manifest.get("files", {})
+    sampled = _sampled_pairs(folder)
     found = []
     for name, (reader, context) in DATASETS.items():
-        facts = manifest.get("files", {}).get(f"{name}.parquet")
-        if facts is None or not (folder / ARTIFACTS / reader).is_dir():
+        if not (folder / ARTIFACTS / reader).is_dir():
             continue
-        told = manifest.get("notes", {}).get("tables", {})
         table = told.get(name) or told.get("prose" if name in ("calibration", "heldout") else name) or {}
-        profile = {"num_rows": int(rows[f"prepare_data/{name}_rows"])} if f"prepare_data/{name}_rows" in rows else {}
-        source = {"uri": f"{ARTIFACTS}/prepare_data/{name}.parquet", "sha256": facts["sha256"],
+        facts, stage, count = files.get(f"{name}.parquet"), "prepare_data", rows.get(f"prepare_data/{name}_rows")
+        if name == "pairs" and sampled:
+            facts, stage, count, table = sampled
+        if facts is None:
+            continue
+        profile = {"num_rows": int(count)} if count is not None else {}
+        source = {"uri": f"{ARTIFACTS}/{stage}/{name}.parquet", "sha256": facts["sha256"],
                   "from": table.get("sources", [])}  # fmt: skip
         found.append({"name": name, "digest": facts["sha256"][:16], "source_type": "local", "context": context,
                       "source": without_secrets(json.dumps(source)), "profile": json.dumps(profile)})  # fmt: skip
     return found
+
+
+def _sampled_pairs(folder: Path) -> tuple[Mapping[str, Any], str, float | None, Mapping[str, Any]] | None:
+    """Where pairs come from the model itself: the facts of their file, the stage, their number, the stage's notes."""
+    path = folder / ARTIFACTS / "sample_pairs" / MANIFEST
+    # An artifact of other settings may lie there where these have no need of the stage.
+    if read_params(folder).get("sample", {}).get("kind", "none") == "none" or not path.is_file():
+        return None
+    manifest = read_json(path)
+    facts = manifest["files"].get("pairs.parquet")
+    if facts is None:
+        return None
+    notes = manifest["notes"]
+    return facts, "sample_pairs", notes["train_pairs"] + notes["heldout_pairs"], notes
 
 
 def describe(folder: Path, params: Mapping[str, Any], stages: Mapping[str, Any]) -> dict[str, str]:

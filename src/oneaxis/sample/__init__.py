@@ -1,0 +1,1 @@
+"""Preference pairs from the model's own responses: prompts, sampling, verifiable rules, pairs."""
