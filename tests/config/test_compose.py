@@ -42,6 +42,8 @@ def test_every_choice_composes(root: Path, group: str, choice: str) -> None:
         (["train.steps=4.0"], ["train.steps=4.0", "integer"]),
         (["train.bet=1"], ["train.bet=1", "no such key"]),
         (["+train.bet=1"], ["train.bet=1", "no such key"]),
+        (["train.probes.watched=17"], ["train.probes", "watched is 17", "at most prompts (16)"]),
+        (["+train.probes.texts.'a b'=x"], ["+train.probes.texts.'a b'=x", "not an override"]),
         (["train=none", "train.beta=1"], ["train.beta=1", "no such key"]),
         (["quantize.smooth.alpha=2"], ["quantize.smooth.alpha=2", "less than or equal to 1"]),
         (["quantize.smooth.sites=[qkv,qkv]"], ["quantize.smooth", "at most once"]),

@@ -62,7 +62,7 @@ def test_filter_then_dpo_with_a_kill_in_the_middle(root: Path, project: Path) ->
     assert scored.height == 24
 
     process = start(root, project, "train_dpo")
-    scratch = project / ".oneaxis" / "scratch" / "train_dpo" / "pairs"
+    scratch = project / ".oneaxis" / "scratch" / "train_dpo" / "dpo" / "pairs"
     deadline = time.monotonic() + 120
     while not scratch.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)

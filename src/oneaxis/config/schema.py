@@ -201,6 +201,12 @@ class EscapeProbes(Section):
     answer_tokens: Annotated[int, Field(ge=8)]
     """Length of these answers: a refusal shows in its first words."""
 
+    @model_validator(mode="after")
+    def _watched_are_among_the_prompts(self) -> "EscapeProbes":
+        if self.watched > self.prompts:
+            raise ValueError(f"watched is {self.watched}; allowed: at most prompts ({self.prompts})")
+        return self
+
 
 class Displacement(Section):
     """What counts for the displacement verdict: slight and steep in nats per response, refusals as a share."""
@@ -280,6 +286,9 @@ class TrainDpo(Section):
             found |= dict.fromkeys(("train.sft.learning_rate", "train.reference"), "train.sft.epochs=0")
         if not self.lora.r:
             found |= dict.fromkeys(("train.lora.alpha", "train.lora.targets"), "train.lora.r=0")
+        if not self.probes.answers:
+            answers = ("train.probes.answer_tokens", "train.displacement.refusal_share")
+            found |= dict.fromkeys(answers, "train.probes.answers=0")
         return found
 
 

@@ -153,7 +153,8 @@ def _mass(results: Results) -> list[Table]:
         if (part := fork.get("held_by", {}).get(side))
     ]  # fmt: skip
     return [
-        Table(("Where chosen and rejected part, probability of", "before", "after", "change", "interval"), held,
+        Table(("Where chosen and rejected part, probability of", "before", "after", "change",
+               f"{text.percent(_confidence(results), 0)} interval"), held,
               "lrrrr", caption="Where the probability went",
               note=f"Mean over {fork['num_prompts']} held-out pairs, at the first token that differs."),
         _gained(fork, "Tokens that gained most where chosen and rejected part"),
