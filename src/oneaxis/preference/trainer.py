@@ -20,6 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 from trl import DPOTrainer, SFTTrainer
 
+from oneaxis import guard
 from oneaxis.artifacts import read_json, write_json
 from oneaxis.config.schema import Lora, TrainDpo
 from oneaxis.errors import RunError, UserError
@@ -144,7 +146,7 @@ def fit(training: Training, watched: Watched, folder: Path, on_log: OnLog | None
     if newest:
         watch.rows += read_json(newest / "rows.json")
     try:
-        trainer = _trainer(training, model, tokenizer, folder, [watch, checkpoints])
+        trainer = make_trainer(training, model, tokenizer, folder, [watch, checkpoints])
         trainer.remove_callback(PrinterCallback)
         # Also in a run that goes on: its trainer was made anew, from where the training began.
         gap = reference_gap(trainer) if training.method == "dpo" else None
@@ -179,7 +181,8 @@ def fit(training: Training, watched: Watched, folder: Path, on_log: OnLog | None
     trainer.accelerator.wait_for_everyone()
 
 
-def _trainer(training: Training, model: Any, tokenizer: Any, folder: Path, callbacks: list[TrainerCallback]) -> Any:
+def make_trainer(training: Training, model: Any, tokenizer: Any, folder: Path, callbacks: list[TrainerCallback]) -> Any:
+    """TRL's trainer of `model` on the pairs in `folder`; DPO's has scored them with the reference by then."""
     cpu = device().type == "cpu"
     pairs = datasets.load_from_disk(folder / "pairs")
     shared = {"model": model, "processing_class": tokenizer, "callbacks": callbacks,
@@ -318,8 +321,11 @@ def gap_warning(gap: dict[str, float]) -> str | None:
 def launch(training: Training, folder: Path, on_log: OnLog | None) -> None:
     """Train in `train.processes` processes by `accelerate launch`. As `train`, whose work this is.
 
-    They end when this process does, whatever ends it.
+    They run under a guard, and so end when this process does, whatever ends it.
     """
+    # Not above: it imports this module.
+    from oneaxis.preference import worker
+
     processes = training.config.processes
     cpu = device().type == "cpu"
     if not cpu and torch.cuda.device_count() < processes:
@@ -332,12 +338,16 @@ def launch(training: Training, folder: Path, on_log: OnLog | None) -> None:
     # `--multi_gpu` is accelerate's word for torch's launcher; its `--cpu` would start one process only.
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes),
                "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
-               "-m", "oneaxis.preference.worker", str(folder)]  # fmt: skip
-    given = {"ONEAXIS_PARENT_PID": str(os.getpid()), "ACCELERATE_USE_CPU": str(cpu).lower(),
-             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}  # fmt: skip
+               "-m", worker.__name__, str(folder)]  # fmt: skip
+    given = {"ACCELERATE_USE_CPU": str(cpu).lower(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+             # A model with experts may leave some without a gradient; that DDP looks for them is no news.
+             "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
     if cpu:
         given |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // processes))}
-    process = subprocess.Popen(command, env={**os.environ, **given})
+    pipe, pipe_write = os.pipe()
+    keeper = [sys.executable, "-P", "-S", guard.__file__, str(os.getpid()), str(pipe), "0", tempfile.mkdtemp()]
+    process = subprocess.Popen([*keeper, *command], env={**os.environ, **given}, pass_fds=[pipe])
+    os.close(pipe)
     told = 0
     try:
         while True:
@@ -349,6 +359,7 @@ def launch(training: Training, folder: Path, on_log: OnLog | None) -> None:
     finally:
         process.terminate()
         process.wait()
+        os.close(pipe_write)
     if (folder / "error.json").exists():
         error = read_json(folder / "error.json")
         raise (UserError if error["kind"] == "UserError" else RunError)(error["message"])

@@ -18,12 +18,10 @@ from oneaxis.artifacts import write_json
 from oneaxis.errors import RunError, UserError
 from oneaxis.preference.trainer import Training, fit
 from oneaxis.preference.watch import Watched
-from oneaxis.stage import end_with_parent
 
 
 def main(folder: Path) -> None:
     """Take part in the training of `folder`."""
-    end_with_parent()
     rank = int(os.environ["RANK"])
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

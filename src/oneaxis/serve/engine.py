@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
+from oneaxis import guard
 from oneaxis.config.schema import Serve
 from oneaxis.errors import RunError, UserError
-from oneaxis.serve import guard
 from oneaxis.serve.command import (
     Device,
     check_engine_args,

@@ -1,4 +1,4 @@
-"""Keeper of one engine: starts a command, passes its exit status on, and leaves nothing of it behind.
+"""Keeper of an engine, or of a training: starts a command, passes its exit status on, leaves nothing of it behind.
 
 Run as a script of its own (`python guard.py PARENT_PID PIPE_FD GRACE_S FOLDER COMMAND...`); it imports nothing but the
 standard library, so that it is up in milliseconds. An engine is a tree of processes (API server, engine core, workers,

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from oneaxis.serve import guard
+from oneaxis import guard
 
 GUARD = [sys.executable, "-P", "-S", guard.__file__]
 
