@@ -101,6 +101,9 @@ def train_dpo(
     kept, _, train_long = fitting(pairs.filter((pl.col("split") == "train") & pl.col("kept")), tokenizer, config)
     heldout, tokens, heldout_long = fitting(pairs.filter(pl.col("split") == "heldout"), tokenizer, config)
     steps_pairs = config.steps * config.batch_size * config.gradient_accumulation
+    if train_long + heldout_long:
+        print(f"oneaxis: train_dpo: {train_long} train and {heldout_long} held-out pairs have more tokens than "
+              f"train.max_length={config.max_length}; left out", file=sys.stderr, flush=True)  # fmt: skip
     check_pairs(kept, heldout, config)
     subjects = Subjects(model, tokenizer, tokens, probes, config)
     sample = sampled(kept, steps_pairs, seed)
@@ -110,7 +113,7 @@ def train_dpo(
         "pairs_trained_on": sample.height,
         "epochs": steps_pairs / sample.height,
         "heldout_pairs": heldout.height,
-        "longer_than_max_length": {"train": train_long, "heldout": heldout_long},
+        "longer_than_max_length": {"train": train_long, "heldout": heldout_long, "policy": "left out, not cut"},
         "rpo_alpha": config.rpo_alpha,
         "rpo_alpha_normalisation": NORMALISATION if config.rpo_alpha else None,
         "loss_type": arguments.loss_type,
