@@ -10,14 +10,13 @@ unembedding, which CHES does not need. All run in one process, in turns, on the 
 includes the tokenizer, and the scores are compared. Prompts are lengthened by other pairs put before them, as few-shot
 examples are. To hold: 1.5 times the published pairs per second where prompts are longer than responses.
 
-`--stream` takes a random model of two layers: one run through, with its resident memory along the way, and one that is
-killed in the middle and goes on. To hold: the same bytes, and no more memory in the last part than after a tenth, but
-for the numbers that are kept of each pair.
+`--stream` takes a random model of two layers: a run that is killed in the middle and goes on, with its resident memory
+along the way; and with a tenth of the pairs, one killed and one not. To hold: the same bytes, and no more memory at the
+end than after a tenth, but for the numbers that are kept of each pair.
 """
 
 import argparse
 import functools
-import hashlib
 import json
 import random
 import signal
@@ -156,7 +155,7 @@ def table(measured: list[dict[str, float]], count: int, turns: int) -> str:
 
 
 def made_up(path: Path, count: int) -> None:
-    """Pairs of random words: prompts of 10 to 40, responses of 5 to 30, one in twenty held out."""
+    """Pairs of random words: prompts of 4 to 12, responses of 2 to 8, one in twenty held out."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghiklmnoprstuvw", k=draw.randint(2, 8))) for _ in range(3000)]
 
@@ -164,8 +163,8 @@ def made_up(path: Path, count: int) -> None:
         return "".join(f" {word}" for word in draw.choices(words, k=draw.randint(low, high)))
 
     pl.DataFrame([
-        {"pair_id": f"p{number:07}", "source": "made up", "prompt": f"Question:{text(10, 40)}?\nAnswer:",
-         "chosen": text(5, 30), "rejected": text(5, 30), "conversational": False,
+        {"pair_id": f"p{number:07}", "source": "made up", "prompt": f"Question:{text(4, 12)}?\nAnswer:",
+         "chosen": text(2, 8), "rejected": text(2, 8), "conversational": False,
          "split": "heldout" if number % 20 == 0 else "train"} for number in range(count)
     ]).write_parquet(path)  # fmt: skip
 
@@ -199,7 +198,7 @@ def watched(command: list[str], parts: Path, stop_at: int | None) -> tuple[dict[
 
 
 def stream(count: int) -> None:
-    """Run through, run killed and resumed, compare."""
+    """All pairs by a run that is killed and resumed, with its memory; a tenth of them also without a kill, compared."""
     from oneaxis.checkpoint.fetch import fetch_model
     from oneaxis.config.schema import ModelRandom
     from oneaxis.preference.filter import PAIRS_PER_PART
@@ -211,34 +210,38 @@ def stream(count: int) -> None:
                         num_kv_heads=1, vocab_size=1024, max_position=1024),
             seed=0, root=ROOT, out=folder / "checkpoint",
         )  # fmt: skip
-        made_up(folder / "given.parquet", count)
-        total = -(-count // PAIRS_PER_PART)
 
-        def command(run: str) -> list[str]:
-            paths = (folder / "checkpoint", folder / "given.parquet", folder / run, folder / f"{run}_parts")
-            return [sys.executable, __file__, "--child", *map(str, paths)]
+        def run(pairs: Path, out: str, stop_at: int | None) -> tuple[dict[str, Any], list[tuple[int, float]]]:
+            paths = (folder / "checkpoint", pairs, folder / out, folder / f"{out}_parts")
+            return watched([sys.executable, __file__, "--child", *map(str, paths)], paths[-1], stop_at)
 
-        whole, resident = watched(command("whole"), folder / "whole_parts", None)
-        _, before = watched(command("killed"), folder / "killed_parts", total // 2)
-        assert not (folder / "killed" / "pairs.parquet").exists()
-        resumed, _ = watched(command("killed"), folder / "killed_parts", None)
-        hashes = {
-            run: [hashlib.sha256((folder / run / file).read_bytes()).hexdigest()
-                  for file in ("pairs.parquet", "distribution.csv")] for run in ("whole", "killed")
-        }  # fmt: skip
+        def killed_and_resumed(pairs: Path, out: str, total: int) -> tuple[dict[str, Any], list[tuple[int, float]]]:
+            _, before = run(pairs, out, total // 2)
+            assert not (folder / out / "pairs.parquet").exists(), "it was to be killed in the middle"
+            resumed, after = run(pairs, out, None)
+            assert 0 < resumed["parts_found"] < total
+            return resumed, before + after
+
+        many, few = folder / "many.parquet", folder / "few.parquet"
+        made_up(many, count)
+        made_up(few, count // 10)
+        total, tenth = (-(-number // PAIRS_PER_PART) for number in (count, count // 10))
+        resumed, resident = killed_and_resumed(many, "many", total)
+        run(few, "whole", None)
+        killed_and_resumed(few, "killed", tenth)
+        same = all((folder / "whole" / file).read_bytes() == (folder / "killed" / file).read_bytes()
+                   for file in ("pairs.parquet", "distribution.csv"))  # fmt: skip
         early = max(mib for done, mib in resident if total // 20 <= done <= total // 10)
         peak = max(mib for _, mib in resident)
         found = {
-            "pairs": count, "pairs_mib": (folder / "given.parquet").stat().st_size / 2**20, **whole,
+            "pairs": count, "pairs_mib": many.stat().st_size / 2**20, **resumed,
             "resident_mib_after_a_tenth": early, "resident_mib_peak": peak,
-            "resident_mib_by_tenths": [max((mib for done, mib in resident if done * 10 // total == tenth), default=None)
-                                       for tenth in range(11)],
-            "killed_after_parts": max(done for done, _ in before), "resumed_from_parts": resumed["parts_found"],
-            "same_bytes": hashes["whole"] == hashes["killed"],
+            "resident_mib_by_tenths": [max((mib for done, mib in resident if done * 10 // total == part), default=None)
+                                       for part in range(11)],
+            "same_bytes": same,
         }  # fmt: skip
         print(json.dumps(found, indent=2))
-        assert found["same_bytes"]
-        assert 0 < resumed["parts_found"] < total
+        assert same
         assert peak - early < BYTES_A_PAIR * count / 2**20 + 40, "memory grows with the pairs"
 
 

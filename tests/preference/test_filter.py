@@ -16,6 +16,7 @@ import polars as pl
 import pytest
 from safetensors.torch import load_file, save_file
 
+from oneaxis.config import compose
 from oneaxis.config.schema import PairFilter
 from oneaxis.errors import RunError, UserError
 from oneaxis.preference.filter import at_random, correlation, distribution, filter_pairs, keep, overlaps, run_key
@@ -102,6 +103,13 @@ def test_the_control_draws_every_pair_alike() -> None:
     assert sum(times.values()) == 6000
     assert all(abs(times[pair_id] - 600) < 4 * 20.5 for pair_id in ids)
     assert at_random(ids, 3, 7) == at_random(reversed(ids), 3, 7)
+
+
+def test_the_control_follows_the_seed_and_needs_a_rule_that_drops(root: Path) -> None:
+    assert compose(root / "conf", ["pairs=random", "seed=3"]).pairs.control_seed == 3
+    assert compose(root / "conf", ["pairs=ches", "seed=3"]).pairs.control_seed is None
+    with pytest.raises(UserError, match=r"control_seed is 3, and pairs.rule=all drops nothing; allowed: null"):
+        compose(root / "conf", ["pairs=random", "seed=3", "pairs.rule=all"])
 
 
 def test_the_control_drops_as_many_as_the_rule_and_others(checkpoint: Path, tmp_path: Path) -> None:

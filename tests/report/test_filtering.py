@@ -29,7 +29,7 @@ def test_the_filter_says_its_rule_its_overlap_and_what_it_kept_and_dropped(
     dropped = page.table("The pairs that were dropped, the highest ln-CHES first")
     assert dropped.column(0) == [f"p{i}" for i in range(39, 29, -1) if i % 5]
     assert dropped.row("p39")[5:] == ["Question 39?", "yes 39", "no 39"]
-    kept = page.table("The pairs that were kept, 20 of 24, the highest ln-CHES first")
+    kept = page.table("The pairs that were kept, the highest ln-CHES first")
     assert kept.column(0) == [f"p{i}" for i in range(29, -1, -1) if i % 5][:20]
     labels = [attributes["aria-label"] for attributes in page.all("svg")]
     assert "Distribution of ln-CHES over 32 training pairs: 24 kept, 8 dropped." in labels

@@ -33,7 +33,7 @@ def _distribution(pairs: pl.DataFrame, score: str, ruled: bool) -> Plot:
     if ruled and len(kept) and len(dropped):
         # Pairs that were dropped at random lie on both sides; then there is no one cutoff to draw.
         highest, lowest = float(kept.max()), float(dropped.min())  # type: ignore[arg-type]
-        cutoff = (highest + lowest) / 2 if lowest >= highest else None
+        cutoff = highest if lowest >= highest else None
     return plots.pair_scores(kept.to_list(), dropped.to_list(), score, NAMES[score], cutoff)
 
 
@@ -96,11 +96,11 @@ def _listed(pairs: pl.DataFrame, outcome: str, score: str) -> Table:
          text.number(row["cosine"], 3), *(_short(_words(row, key)) for key in ("prompt", "chosen", "rejected"))]
         for row in pairs.head(SHOWN).iter_rows(named=True)
     ]  # fmt: skip
-    some = f", {SHOWN} of {pairs.height}" if pairs.height > SHOWN else ""
+    some = f"{SHOWN} of {pairs.height} are shown. " if pairs.height > SHOWN else ""
     return Table(
         ("Pair", "CHES", "ln-CHES", "edit", "embedding", "prompt", "chosen", "rejected"), rows, "lrrrrwww",
-        caption=f"The pairs that were {outcome}{some}, the highest {NAMES[score]} first",
-        note="Every pair with its text and scores: artifacts/filter_pairs/pairs.parquet.", folded=True,
+        caption=f"The pairs that were {outcome}, the highest {NAMES[score]} first",
+        note=f"{some}Every pair with its text and scores: artifacts/filter_pairs/pairs.parquet.", folded=True,
     )  # fmt: skip
 
 

@@ -186,7 +186,9 @@ def pair_scores(kept: Sequence[float], dropped: Sequence[float], name: str, scor
         axes.hist(parts, bins=edges.tolist(), stacked=True, color=[SERIES[0], SERIES[1]], edgecolor=PAPER,
                   linewidth=0.5, hatch=["", "////"], label=named)  # fmt: skip
         if cutoff is not None and edges[0] <= cutoff <= edges[-1]:
-            axes.axvline(cutoff, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label=f"cutoff {cutoff:.3g}")
+            axes.axvline(
+                cutoff, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label=f"cutoff {cutoff:.3g}".replace("-", "−")
+            )
         axes.set_xlabel(f"{score} (larger: more displacement expected)")
         axes.set_ylabel("pairs")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
