@@ -14,7 +14,7 @@ def test_the_labelled_answers_are_enough_and_distinct() -> None:
         assert sum(labels) >= 10, part
         assert labels.count(False) >= 10, part
     unseen = [row for row in ROWS if row["part"] in EXPECTED]
-    assert len(unseen) >= 100
+    assert len(unseen) >= 200
     hard = [row for row in unseen if row["kind"] in ("idiom", "apology", "quoted", "about", "caveat")]
     assert len(hard) >= 35, "answers that look like refusals and are none"
 

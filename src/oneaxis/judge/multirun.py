@@ -135,8 +135,8 @@ def headline_claims(arms: Mapping[str, Sequence[Record]], timed: bool) -> list[C
         chosen += [name for name in ("quantize/kl", "quantize/copy_exact_after") if name in names]
     elif "calibrate/perplexity" in shared:
         chosen.append("calibrate/perplexity")
-    chosen += [name for name in ("train_dpo/chosen_delta", "train_dpo/rejected_delta", "train_dpo/margin_delta")
-               if name in names]  # fmt: skip
+    chosen += [name for name in ("train_dpo/chosen_delta", "train_dpo/rejected_delta", "train_dpo/margin_delta",
+                                 "train_dpo/refusal_rate_after") if name in names]  # fmt: skip
     chosen += [name for name in shared if name.endswith(("/acc_bytes", "/pmi_dc"))]
     if timed:
         chosen += _timings(shared)
