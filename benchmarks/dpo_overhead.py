@@ -155,6 +155,7 @@ def main() -> None:
     seconds = {name: clock.seconds[block:] for name, clock in clocks.items()}
     ratio = sum(seconds["ours"]) / sum(seconds["bare"])
     low, high = interval(seconds["bare"], seconds["ours"], block)
+    saving = f"the last took {checkpoints.saving_s:.1f} s of {sum(clocks['ours'].seconds):.0f}" if saved else "none"
     lines = [
         f"{arguments.steps} steps of {config.batch_size} pairs, of which the first {block} are not counted; "
         f"{torch.get_num_threads()} threads, {device().type}. Logged every {config.log_every} steps; "
@@ -166,7 +167,9 @@ def main() -> None:
           for name, found in seconds.items()),
         "",
         f"Ours / bare: {ratio:.3f} (95% interval {low:.3f} to {high:.3f}); to hold: {WITHIN:.2f}. Checkpoints of ours: "
-        f"{'saved' if saved else 'none was due'}. Weights at the end: {'equal' if same else 'DIFFERENT'}.",
+        f"{saving}. Weights at the end: {'equal' if same else 'DIFFERENT'}.",
+        "",
+        *(f"{name}: {' '.join(f'{second:.2f}' for second in clock.seconds)}" for name, clock in clocks.items()),
     ]  # fmt: skip
     arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
