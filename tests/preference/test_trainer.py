@@ -91,7 +91,11 @@ def killed(checkpoint: str, out: str, scratch: str, changes: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"rpo_alpha": 1.0, "sft": SFT}, {"lora": LORA}], ids=["full, after SFT", "LoRA"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"rpo_alpha": 1.0, "sft": SFT}, {"lora": LORA, "gradient_accumulation": 2}],
+    ids=["full, after SFT", "LoRA, accumulated"],
+)
 def test_a_training_killed_by_9_goes_on_and_ends_with_the_same_bytes(
     root: Path, checkpoint: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
