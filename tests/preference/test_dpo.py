@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from oneaxis.config import Config
 from oneaxis.errors import UserError
 from oneaxis.judge.paired import paired_difference
+from oneaxis.multirun.metric_names import metric_names
 from oneaxis.preference.dpo import fitting, sampled, stochastic_bfloat16, train_dpo
 from oneaxis.preference.forward import load, response_logps
 from oneaxis.preference.pairs import tokenize_pair
@@ -178,6 +180,8 @@ def test_dpo_writes_evidence_that_agrees_with_itself(
     assert notes["verdict"] == judged["verdict"]
     assert metrics["chosen_delta"] == pytest.approx(metrics["chosen_logp_after"] - metrics["chosen_logp_before"])
     assert metrics["steps"] == 4
+    named = metric_names(Config.model_construct(train=train()), "train_dpo")
+    assert {f"train_dpo/{name}" for name in metrics} == named, "what a claim may be made on before a run"
     assert not (tmp_path / "scratch").exists()
 
 
