@@ -101,8 +101,8 @@ def scored(model: Any, pairs: list[tuple[Sequence, Sequence]], batch_tokens: int
 def agrees(found: Ches, index: int, exact: tuple[float, float, float], shortest: int) -> None:
     """Within float32's error: CHES is a difference of two terms, whose size is the third number of the oracle."""
     ches, ln_ches, scale = exact
-    assert found.ches[index] == pytest.approx(ches, abs=2e-6 * scale + 1e-9)
-    assert found.ln_ches[index] == pytest.approx(ln_ches, abs=2e-6 * scale / shortest**2 + 1e-9)
+    assert found.ches[index] == pytest.approx(ches, abs=3e-6 * scale + 1e-9)
+    assert found.ln_ches[index] == pytest.approx(ln_ches, abs=3e-6 * scale / shortest**2 + 1e-9)
 
 
 @settings(max_examples=20, deadline=None)

@@ -51,5 +51,5 @@ def test_a_control_is_named_as_one_and_messages_are_shown_as_text(
     page = outline(tmp_path / "report.html")
     rule = page.table("Which pairs were kept")
     assert rule.row("Rule")[1].endswith("; this is the control: as many are dropped, but at random (seed 3)")
-    assert rule.row("Cutoff")[1] == "–"
+    assert rule.row("Highest that was kept")[1] == "–"
     assert page.table("The pairs that were dropped, the highest ln-CHES first").row("p39")[6] == "as a message"

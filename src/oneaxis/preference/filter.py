@@ -276,6 +276,10 @@ def correlation(first: np.ndarray, second: np.ndarray) -> dict[str, float | None
     }
 
 
+def _other(score: str) -> str:
+    return "ches" if score == "ln_ches" else "ln_ches"
+
+
 def _correlations(table: pl.DataFrame, score: str) -> dict[str, dict[str, float | None]]:
     values = table[score].to_numpy()
     difference = (table["chosen_tokens"] - table["rejected_tokens"]).to_numpy()
@@ -283,6 +287,7 @@ def _correlations(table: pl.DataFrame, score: str) -> dict[str, dict[str, float 
         "edit_similarity": correlation(values, table["edit_similarity"].to_numpy()),
         "length_difference": correlation(values, difference),
         "cosine": correlation(values, table["cosine"].to_numpy()),
+        _other(score): correlation(values, table[_other(score)].to_numpy()),
     }
 
 
@@ -298,9 +303,8 @@ def overlaps(train: pl.DataFrame, score: str) -> dict[str, dict[str, float]]:
     dropped = set(train.filter(~pl.col("kept"))["pair_id"])
     if not dropped:
         return {}
-    others = ("edit_similarity", "cosine", "ches" if score == "ln_ches" else "ln_ches")
     found = {}
-    for other in others:
+    for other in ("edit_similarity", "cosine", _other(score)):
         highest = train.sort(other, "pair_id", descending=[True, False])["pair_id"].head(len(dropped))
         too = len(dropped & set(highest))
         found[other] = {"dropped_too": too, "share": too / len(dropped), "by_chance": len(dropped) / train.height}

@@ -62,10 +62,11 @@ def _rule(results: Results) -> Table:
     if control is not None:
         kept += f"; this is the control: as many are dropped, but at random (seed {control})"
     lost = [f"{count} {reason.replace('_', ' ')}" for reason, count in notes["unusable"].items() if count]
+    cutoff = text.NONE if notes["cutoff"] is None else f"{name} {text.number(notes['cutoff'], 4)}"
     rows = [
         ["Rule", kept],
         ["Train pairs", f"{notes['train']} scored, {notes['kept']} kept, {notes['dropped']} dropped"],
-        ["Cutoff", text.NONE if notes["cutoff"] is None else f"{name} {text.number(notes['cutoff'], 4)}"],
+        ["Highest that was kept", cutoff],
         ["Held-out pairs", f"{notes['heldout']}, scored and never filtered"],
         ["Left out unscored", f"{', '.join(lost) or 'none'} ({notes['unusable_policy']})"],
         ["Scored text", notes["scored_text"]],
@@ -79,7 +80,8 @@ def _overlap(results: Results) -> Table:
     rows = [
         [NAMES[measure], f"{found['dropped_too']} of {notes['dropped']}", text.percent(found["share"], 0),
          text.percent(found["by_chance"], 0), text.number((correlations.get(measure) or {}).get("spearman"), 2)]
-        for measure, found in notes.get("overlap", {}).items()
+        for measure in ("edit_similarity", "cosine", "ches", "ln_ches")
+        if (found := notes.get("overlap", {}).get(measure))
     ]  # fmt: skip
     length = (correlations.get("length_difference") or {}).get("spearman")
     spearman = text.number(length, 2)
