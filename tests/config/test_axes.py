@@ -78,6 +78,7 @@ def test_a_group_lists_each_setting_that_it_moves(root: Path) -> None:
             "quantize.smooth.grid": [[0.5, 0.6, 0.7, 0.8, 0.85], ABSENT],
             "quantize.smooth.formula": ["absmax", ABSENT],
             "quantize.smooth.sites": [["qkv", "o", "gate_up", "down"], ABSENT],
+            "quantize.smooth.refine_steps": [0, ABSENT],
             "quantize.rounding": ["rtn", ABSENT],
             "quantize.weight_range": ["absmax", ABSENT],
             "quantize.gptq.num_sequences": [32, ABSENT],

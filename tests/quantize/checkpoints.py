@@ -48,7 +48,7 @@ def scheme(kind: str = "w8a8_int8_dynamic", sites: list[Any] | None = None, igno
     values: dict[str, Any] = {
         "kind": kind,
         "smooth": {"alpha": alpha, "site_alpha": dict.fromkeys(SITES), "grid": [0.5, 0.6, 0.7, 0.8, 0.85],
-                   "formula": "absmax", "sites": SITES if sites is None else sites},
+                   "formula": "absmax", "sites": SITES if sites is None else sites, "refine_steps": 0},
         "rounding": "rtn", "weight_range": "absmax", "kv": "none", "ignore": ["lm_head", *ignore],
         "gptq": {"num_sequences": 4, "damping": 0.01, "act_order": True},
     }  # fmt: skip
