@@ -32,7 +32,7 @@ from oneaxis.preference.dpo_config import dpo_config
 from oneaxis.preference.evidence import Subjects
 from oneaxis.preference.forward import device, load
 from oneaxis.preference.trainer import Checkpoints, Training, make_trainer, trl_dataset
-from oneaxis.preference.watch import Watch
+from oneaxis.preference.watch import ESCAPES, Watch
 
 WITHIN = 1.10
 
@@ -124,7 +124,7 @@ def main() -> None:
         args=dpo_config(config, seed=0, output_dir=scratch / "bare" / "trainer", cpu=device().type == "cpu"),
         train_dataset=trl_dataset(sample, scratch / "bare" / "pairs"),
     )  # fmt: skip
-    checkpoints = Checkpoints(scratch / "ours" / "trainer", watch.rows, config.checkpoint_s)
+    checkpoints = Checkpoints(scratch / "ours" / "trainer", watch.rows, config.checkpoint_s, probed=ESCAPES)
     ours = make_trainer(Training("dpo", source, source, config, 0), model, tokenizer, scratch / "ours",
                         [clocks["ours"], watch, checkpoints])  # fmt: skip
     failures: list[BaseException] = []

@@ -259,7 +259,7 @@ class TrainDpo(Section):
     processes: Count
     """Started by `accelerate launch`, each on a device of its own, with `batch_size / processes` pairs at a time."""
     checkpoint_s: NonNegative | None
-    """A state to go on from is saved at the first logging step after so many seconds; 0: at each, null: at none."""
+    """A state to go on from is saved at the first probed step after so many seconds; 0: at each, null: at none."""
     warmup_steps: Annotated[int, Field(ge=0)]
     max_length: Annotated[int, Field(ge=16)]
     log_every: Count
