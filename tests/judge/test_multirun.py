@@ -173,10 +173,14 @@ def test_a_change_has_to_beat_its_control_too(
         tmp_path / "m", runs, [claim(PERPLEXITY, "lower", **asked)],
         axes={"random": [alpha(0.6)], "ches": [alpha(0.7)]}, controls={"ches": "random"},
     )  # fmt: skip
-    verdict = judge_multirun(folder)[-1]
+    verdicts = judge_multirun(folder)
+    verdict = verdicts[-1]
     assert verdict.valid, verdict.reasons
     assert verdict.decision == decision, verdict.reasons
     assert verdict.reasons[0].startswith(first), verdict.reasons
+    # The control is accepted itself, which is no candidate's.
+    assert verdicts[0].recommendations == ["it is the control of ches, and there to be beaten"]
+    assert exit_code(verdicts) == (0 if decision == "accept" else 1)
     assert (verdict.best_single, verdict.against_best) == (None, None)
     assert verdict.baseline_value
     assert verdict.against_control

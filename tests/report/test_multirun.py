@@ -190,12 +190,16 @@ def test_a_change_stands_beside_its_control(tmp_path: Path, multirun: Make, judg
         Point(name, "single", [], [axis], control="random" if name == "ches" else "") for name, axis in axes.items()
     )]  # fmt: skip
     against = {"point": "random", "effect": 0.04, "ci_low": -0.02, "ci_high": 0.1, "decision": "tie"}
-    verdicts = [judged("random", PPL, "accept", -0.31, 0.09), judged("few", PPL, "accept", -0.4, 0.09),
+    verdicts = [judged("random", PPL, "accept", -0.31, 0.09), judged("few", PPL, "reject", 0.4, 0.09),
                 judged("ches", PPL, "tie", -0.27, 0.09, against_control=against)]  # fmt: skip
     multirun(tmp_path, candidates={}, points=points, metrics=[PPL], verdicts=verdicts, axis="pairs")
-    table = outline(write_multirun_report(tmp_path)).table("Changes against their controls")
+    page = outline(write_multirun_report(tmp_path))
+    table = page.table("Changes against their controls")
     assert table.column(0) == ["ches"]
     assert table.row("ches")[2:] == ["= tie", "−0.27", "random", "−0.31", "+0.04", "[−0.02, +0.10]", "= tie"]
+    # The control is accepted, and is no candidate.
+    assert "no candidate accepted (1 reject, 1 tie" in page.text
+    assert page.table("What each point changes").row("random")[1] == "control of ches"
 
 
 def test_what_training_did_stands_for_every_point_that_was_trained(
@@ -221,8 +225,7 @@ def test_what_training_did_stands_for_every_point_that_was_trained(
     assert table.column(0) == ["alpha=0.0", "a=1"]
     assert table.row("alpha=0.0")[1:] == [
         "displacement",
-        "−40.00",
-        "–",
+        "−40.00 → –",
         *["−3.0 [−4.0, −2.0]"] * 2,
         "–",
         "+25 [+12, +38]",

@@ -6,6 +6,7 @@ the whole multirun. Where nothing is claimed the headline metrics are compared, 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -53,6 +54,7 @@ def judge_points(plan: Plan, arms: Mapping[str, Sequence[Record]]) -> list[Verdi
         raise UserError(f"{PLAN} of multirun {plan.id}: {error.title.lower()}.{where}: {first['msg']}") from error
     claims = written or headline_claims(arms, timed=plan.session != DEFAULT_SESSION)
     candidates = [point for point in plan.points if point.role != "baseline"]
+    controlled = {point.control: point.name for point in candidates if point.control}
 
     def prepared(before: Point, after: Point, claim: Claim) -> Comparison:
         return prepare(
@@ -77,10 +79,13 @@ def judge_points(plan: Plan, arms: Mapping[str, Sequence[Record]]) -> list[Verdi
                 # What has to be beaten has to be beaten by anything; what may be lost may be lost against it too.
                 asked = claim.model_copy(update={"bar": 0.0, "expected": None})
                 against = prepared(plan.point(beside), point, asked)
-            verdicts.append(conclude(
-                comparison, adjusted.get((point.name, claim.metric)), len(tested) or 1, against,
-                control=not best,
-            ))  # fmt: skip
+            verdict = conclude(
+                comparison, adjusted.get((point.name, claim.metric)), len(tested) or 1, against, control=not best
+            )
+            if point.name in controlled:
+                of = f"it is the control of {controlled[point.name]}, and there to be beaten"
+                verdict = replace(verdict, recommendations=[of])
+            verdicts.append(verdict)
     return verdicts
 
 
@@ -166,12 +171,16 @@ def _timings(names: Sequence[str]) -> list[str]:
 
 
 def exit_code(verdicts: Sequence[Verdict]) -> int:
-    """1 when a comparison is INVALID, or claims were made and no candidate is accepted in all of them; else 0."""
+    """1 when a comparison is INVALID, or claims were made and no candidate is accepted in all of them; else 0.
+
+    A control is no candidate: that it is accepted is nothing won.
+    """
     if any(verdict.decision == "invalid" for verdict in verdicts):
         return 1
     claimed = [verdict for verdict in verdicts if verdict.claim]
     if not claimed:
         return 0
-    points = {verdict.point for verdict in claimed}
+    controls = {verdict.against_control["point"] for verdict in claimed if verdict.against_control}
+    points = {verdict.point for verdict in claimed} - controls
     won = [p for p in points if all(v.decision == "accept" for v in claimed if v.point == p)]
     return 0 if won else 1

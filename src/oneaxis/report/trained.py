@@ -50,14 +50,15 @@ def _table(trained: Mapping[str, Results]) -> Table:
     tones = []
     for name, results in trained.items():
         found: Mapping[str, Any] = results.document("train_dpo", "displacement.json") or {}
-        levels = [text.nats(results.metrics.get(f"train_dpo/chosen_logp_{when}")) for when in ("before", "after")]
+        level = " → ".join(
+            text.nats(results.metrics.get(f"train_dpo/chosen_logp_{when}")) for when in ("before", "after")
+        )
         changes = [_change(found.get(side)) for side in ("chosen", "rejected", "margin")]
-        rows.append([name, str(found["verdict"]), *levels, *changes, _refusals(found)])
+        rows.append([name, str(found["verdict"]), level, *changes, _refusals(found)])
         tones.append(TONES.get(str(found["verdict"]), ""))
     first: Mapping[str, Any] = next(iter(trained.values())).document("train_dpo", "displacement.json") or {}
     return Table(
-        ("Point", "verdict", "chosen before", "after", "chosen", "rejected", "margin",
-         "refusals, points"), rows, "lsrrrrrr",
+        ("Point", "verdict", "chosen: level", "change", "rejected", "margin", "refusals, points"), rows, "lsrrrrr",
         caption="What training did in each point", tones=tones,
         note=f"Held-out responses, nats per response: mean change by DPO from its reference, with the "
         f"{text.percent(first.get('confidence'), 0)} interval over {text.count(first.get('n'))} pairs. Where SFT came "

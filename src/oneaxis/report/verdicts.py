@@ -41,6 +41,8 @@ class Row:
     verdict: Verdict = field(default_factory=dict)
     anchor: str = ""
     """Of its row in the table."""
+    control: bool = False
+    """There to be beaten: never named as the one that is accepted."""
 
     @property
     def shown(self) -> tuple[str, str]:
@@ -81,7 +83,7 @@ class Comparison:
     @property
     def accepted(self) -> list[Row]:
         """Of a claim the accepted, else those that are better; best first."""
-        return [row for row in self.rows if row.sound and row.decision in ("accept", "better")]
+        return [row for row in self.rows if row.sound and row.decision in ("accept", "better") and not row.control]
 
 
 def slug(name: str) -> str:
@@ -108,7 +110,9 @@ def _comparison(
     first: Mapping[str, Any] = claim or next(iter(own.values()), {})
     better = first.get("better")
     sign = -1.0 if better == "lower" else 1.0
-    rows = [replace(_row(multirun, point, own.get(point.name)), anchor=f"{slug(metric)}-p{number}")
+    controls = {point.control for point in multirun.candidates}
+    rows = [replace(_row(multirun, point, own.get(point.name)), anchor=f"{slug(metric)}-p{number}",
+                    control=point.name in controls)
             for number, point in enumerate(multirun.candidates)
             if claim is not None or point.name in own or not multirun.ended_well(point.name)]  # fmt: skip
     rows.sort(key=lambda row: (not row.sound, row.effect is None, -sign * (row.effect or 0.0)))
@@ -203,7 +207,7 @@ def expectation(comparison: Comparison) -> str:
 def verdict_line(comparison: Comparison) -> str:
     """A claim in one line: the best accepted candidate, and how many there are of each decision."""
     counts = [f"{n} {word.split(' ', 1)[1]}" for decision, word in WORDS.items()
-              if (n := sum(row.decision == decision for row in comparison.rows))]  # fmt: skip
+              if (n := sum(row.decision == decision for row in comparison.rows if not row.control))]  # fmt: skip
     if comparison.accepted:
         best = comparison.accepted[0]
         unit = f" {comparison.unit}" if comparison.unit else ""
@@ -220,9 +224,10 @@ def verdict_line(comparison: Comparison) -> str:
 
 
 def tally(compared: Sequence[Comparison]) -> list[tuple[str, int]]:
-    """How many verdicts there are of each decision, over the claims, or over everything where nothing is claimed."""
+    """How many verdicts there are of each decision, over the claims, or over everything where nothing is claimed;
+    without those on controls."""
     chosen = [comparison for comparison in compared if comparison.claimed] or compared
-    rows = [row for comparison in chosen for row in comparison.rows]
+    rows = [row for comparison in chosen for row in comparison.rows if not row.control]
     return [(decision, n) for decision in WORDS if (n := sum(row.decision == decision for row in rows))]
 
 
@@ -346,11 +351,13 @@ def axis_values(multirun: Multirun) -> dict[str, float]:
 def axes_table(multirun: Multirun) -> Table:
     """What each point changes."""
     rows: list[list[str | Link]] = []
+    controlled = {point.control: point.name for point in multirun.candidates if point.control}
     for point in multirun.plan.points:
+        role = f"control of {controlled[point.name]}" if point.name in controlled else point.role
         if not point.axes:
-            rows.append([point.name, point.role, "nothing", "", ""])
+            rows.append([point.name, role, "nothing", "", ""])
         for axis in point.axes:
-            rows.append([point.name, point.role, axis.name, text.value_text(axis.before), text.value_text(axis.after)])
+            rows.append([point.name, role, axis.name, text.value_text(axis.before), text.value_text(axis.after)])
     return Table(("Point", "role", "axis", "baseline", "here"), rows, "lllll", caption="What each point changes")
 
 
