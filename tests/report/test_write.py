@@ -16,6 +16,7 @@ from oneaxis.judge.validity import Validity, judge_run
 from oneaxis.report import write_report
 from oneaxis.report.facts import card, question
 from oneaxis.report.results import read_results
+from oneaxis.report.sections import preference
 from tests.quantize.checkpoints import scheme
 
 Make = Callable[..., Path]
@@ -291,6 +292,17 @@ def test_displacement_is_a_warning_of_a_valid_run(artifacts: Make) -> None:
     found = read_json(folder / "train_dpo" / "displacement.json")
     write_json(folder / "train_dpo" / "displacement.json", {**found, "verdict": "severe", "reasons": ["both fell"]})
     assert judge_run(read_results(folder)) == Validity(True, [], ["preference training: severe (both fell)"])
+
+
+def test_what_sft_changed_and_a_reference_that_is_not_its_result_are_shown(artifacts: Make) -> None:
+    folder = artifacts()
+    found = read_json(folder / "train_dpo" / "displacement.json")
+    sft = {"chosen": {"effect": 12.5, "ci_low": 11.5, "ci_high": 13.5}}
+    said = "DPO did not begin at its reference: by 7 nats"
+    write_json(folder / "train_dpo" / "displacement.json", {**found, "sft": sft, "warnings": [said]})
+    assert judge_run(read_results(folder)).warnings == [f"preference training: {said}"]
+    table = next(table for table in preference(read_results(folder)).tables if "Held-out" in table.head[0])
+    assert table.rows[0] == ["chosen, by SFT before", "+12.50", "+11.50", "+13.50"]
 
 
 def test_what_the_machine_computes_otherwise_is_a_warning(artifacts: Make) -> None:

@@ -259,7 +259,7 @@ class TrainDpo(Section):
     processes: Count
     """Started by `accelerate launch`, each on a device of its own, with `batch_size / processes` pairs at a time."""
     checkpoint_s: NonNegative | None
-    """A state to go on from is saved at the first logging step after so many seconds; 0: at each, null: at none."""
+    """A state to go on from is saved at the first probed step after so many seconds; 0: at each, null: at none."""
     warmup_steps: Annotated[int, Field(ge=0)]
     max_length: Annotated[int, Field(ge=16)]
     log_every: Count
@@ -347,6 +347,8 @@ class Smooth(Section):
     """`absmax`: the paper's. `range`: llm-compressor's, (max - min)^alpha / (2 max|W|)^(1 - alpha)."""
     sites: list[Site]
     """Empty: no smoothing."""
+    refine_steps: Annotated[int, Field(ge=0)]
+    """Steps by which the scales of every channel are improved from there on, each for itself (W8A8 INT8); 0: none."""
 
     @model_validator(mode="after")
     def _sites_once(self) -> "Smooth":
@@ -358,6 +360,8 @@ class Smooth(Section):
                              "null there, or the site among sites")  # fmt: skip
         if len(set(self.grid)) != len(self.grid):
             raise ValueError(f"grid is {self.grid}; allowed: values that differ")
+        if self.refine_steps and not self.sites:
+            raise ValueError(f"refine_steps is {self.refine_steps} and sites is empty; allowed: 0, or sites to smooth")
         return self
 
 
@@ -384,6 +388,13 @@ class _Quantized(Section):
     """`fp8`: E4M3 keys and values with calibrated scales per layer, as a `kv_cache_scheme` of the checkpoint."""
     ignore: list[str]
     """Module names left in high precision, as compressed-tensors writes them (`lm_head`, `re:.*mlp.gate$`)."""
+
+    @model_validator(mode="after")
+    def _refines_int8(self) -> "_Quantized":
+        if self.smooth.refine_steps and not isinstance(self, QuantizeInt8):
+            raise ValueError(f"smooth.refine_steps is {self.smooth.refine_steps}; allowed: 0, for the error that is "
+                             "lessened is that of INT8 activations and weights")  # fmt: skip
+        return self
 
     @model_validator(mode="after")
     def _head_stays(self) -> "_Quantized":

@@ -41,7 +41,7 @@ from oneaxis.errors import RunError, UserError
 from oneaxis.preference.dpo_config import dpo_config, one_line, sft_config
 from oneaxis.preference.forward import device, load, response_logps
 from oneaxis.preference.pairs import Sequence
-from oneaxis.preference.watch import OnLog, SftWatch, Watch, Watched
+from oneaxis.preference.watch import ESCAPES, OnLog, SftWatch, Watch, Watched
 
 SAVING_SHARE = 20
 """Saving takes at most one part in so many of the time, unless `train.checkpoint_s` is 0."""
@@ -141,7 +141,8 @@ def fit(training: Training, watched: Watched, folder: Path, on_log: OnLog | None
     config = training.config
     model, tokenizer = load(training.start)
     watch: SftWatch | Watch = SftWatch() if training.method == "sft" else Watch(watched, config, on_log)
-    checkpoints = Checkpoints(folder / "trainer", watch.rows, config.checkpoint_s)
+    probed = ESCAPES if training.method == "dpo" else None
+    checkpoints = Checkpoints(folder / "trainer", watch.rows, config.checkpoint_s, probed=probed)
     newest = checkpoints.newest()
     if newest:
         watch.rows += read_json(newest / "rows.json")
@@ -230,11 +231,14 @@ def save_beside_files_of(source: Path, model: Any, folder: Path) -> None:
 class Checkpoints(TrainerCallback):
     """Saves TRL's state at logging steps, `every_s` seconds after the last time, and keeps the newest.
 
-    Each is good: `Watch` has found the loss and the probes finite, and here the weights are found to be.
+    Each is good: here the weights are found finite, and with `probed`, a column of the log, it is saved only at steps
+    at which `Watch` has found what these weights say finite, too. Where the disk has no room for one, none is saved.
     """
 
-    def __init__(self, folder: Path, rows: list[dict[str, Any]], every_s: float | None) -> None:
-        self.folder, self.rows, self.every_s = folder, rows, every_s
+    def __init__(
+        self, folder: Path, rows: list[dict[str, Any]], every_s: float | None, *, probed: str | None = None
+    ) -> None:
+        self.folder, self.rows, self.every_s, self.probed = folder, rows, every_s, probed
         self.saved_at = self.asked_at = time.monotonic()
         self.saving_s = 0.0
 
@@ -252,8 +256,11 @@ class Checkpoints(TrainerCallback):
         if control.should_training_stop:
             # What goes on from here would not stop again.
             return control
+        if self.probed and self.probed not in self.rows[-1]:
+            return control
         now = time.monotonic()
         due = now - self.saved_at >= (max(self.every_s, SAVING_SHARE * self.saving_s) if self.every_s else 0)
+        due = due and self._fits(model)
         if args.world_size > 1:
             # Clocks differ, and all must save or none.
             agreed = torch.tensor(float(due), device=args.device)
@@ -264,6 +271,12 @@ class Checkpoints(TrainerCallback):
             self.asked_at = now
             control.should_save = True
         return control
+
+    def _fits(self, model: Any) -> bool:
+        # The weights, and two numbers of AdamW for each.
+        needed = 3 * sum(weights.nbytes for weights in model.parameters() if weights.requires_grad)
+        free = shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free
+        return bool(free > 2 * needed)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.world_size > 1:

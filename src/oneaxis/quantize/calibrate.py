@@ -67,6 +67,7 @@ WEAK = QuantizeInt8(
         grid=[0.5],
         formula="absmax",
         sites=[],
+        refine_steps=0,
     ),
     rounding="rtn",
     weight_range="absmax",

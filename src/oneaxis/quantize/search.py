@@ -71,7 +71,7 @@ def layer_alphas(
             alphas[site.name] = float(fixed)
             continue
         name = tensor_name(index, site.name)
-        x_nI = _sample(samples, name)
+        x_nI = sample(samples, name, "quantize.smooth.alpha=auto")
         tried = []
         for alpha in smooth.grid:
             scales = site_scales(decoder, index, tensors, statistics, {site.name: alpha}, smooth.formula, dtype)
@@ -117,10 +117,14 @@ def output_mse(
     return error / count
 
 
-def _sample(samples: Mapping[str, Tensor], name: str) -> Tensor:
-    """The sampled rows [n, I] of a tensor, float32."""
+def sample(samples: Mapping[str, Tensor], name: str, wanted_by: str) -> Tensor:
+    """The sampled rows [n, I] of a tensor, float32.
+
+    Raises:
+        UserError: there is none, which the setting `wanted_by` needs; or it holds NaN or infinity.
+    """
     if name not in samples:
-        raise UserError(f"artifacts/calibrate/samples.safetensors: no {name}, which quantize.smooth.alpha=auto needs; "
+        raise UserError(f"artifacts/calibrate/samples.safetensors: no {name}, which {wanted_by} needs; "
                         "allowed: the samples of the policy, which `dvc repro` makes")  # fmt: skip
     require_finite({name: samples[name]}, "artifacts/calibrate/samples.safetensors")
     return samples[name].float()

@@ -88,11 +88,14 @@ def tables(results: Results) -> list[Table]:
 
 
 def _verdict(found: Mapping[str, Any]) -> Table:
+    sides = ("chosen", "rejected", "margin")
+    changes = {f"{side}, by SFT before": (found.get("sft") or {}).get(side) for side in sides}
+    changes |= {side: found.get(side) for side in sides}
     rows = [
-        [side, text.signed_nats(found[side]["effect"]), text.signed_nats(found[side].get("ci_low")),
-         text.signed_nats(found[side].get("ci_high"))]
-        for side in ("chosen", "rejected", "margin")
-        if found.get(side)
+        [name, text.signed_nats(change["effect"]), text.signed_nats(change.get("ci_low")),
+         text.signed_nats(change.get("ci_high"))]
+        for name, change in changes.items()
+        if change
     ]  # fmt: skip
     said = "; ".join(found.get("reasons") or [])
     return Table(
