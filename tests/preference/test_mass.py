@@ -33,7 +33,7 @@ def test_forks() -> None:
     assert [fork_of(pair) for pair in PAIRS] == [2, 2]
     assert fork_of((Sequence([1, 2], 1), Sequence([1, 2, 3], 1))) is None, "one begins the other"
     assert looked_at(PAIRS * 50)[0] is PAIRS[0]
-    assert len(looked_at(PAIRS * 50)) == 64
+    assert len(looked_at(PAIRS * 50)) == 32
 
 
 def test_gains_by_hand() -> None:
@@ -92,8 +92,9 @@ def test_a_look_is_what_the_model_says_one_prompt_at_a_time() -> None:
         for token in continuation:
             assert token == naive(grown).argmax()
             grown = [*grown, token]
-    logps = continuation_logps(model, PAIRS, [[5, 6], [4]])
-    assert logps == pytest.approx(np.log([naive([7])[5] * naive([7, 5])[6], naive([8, 9])[4]]), abs=1e-4)
+    logps = continuation_logps(model, PAIRS, [[5, 6], [4]], [[5, 6], [3]])
+    one, same, other = naive([7])[5] * naive([7, 5])[6], naive([8, 9])[4], naive([8, 9])[3]
+    assert np.stack(logps) == pytest.approx(np.log([[one, same], [one, other]]), abs=1e-4)
 
 
 def test_nothing_to_look_at() -> None:

@@ -141,9 +141,9 @@ def mass_report(subjects: Subjects, before: Seen, after: Seen, written: Any, ref
         before, after: of the reference and of the policy. written: the policy. reference: loads the reference.
     """
     old, new = before.look.continuations, after.look.continuations
-    late = [mass.continuation_logps(written, subjects.looked, each) for each in (old, new)]
+    late = mass.continuation_logps(written, subjects.looked, old, new)
     model = reference()
-    early = [mass.continuation_logps(model, subjects.looked, each) for each in (old, new)]
+    early = mass.continuation_logps(model, subjects.looked, old, new)
     del model
     gc.collect()
     logps = list(zip(early, late, strict=True))

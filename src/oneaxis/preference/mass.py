@@ -31,7 +31,7 @@ from oneaxis.preference.forward import batches, response_logps
 from oneaxis.preference.pairs import Sequence, common_prefix
 from oneaxis.preference.probes import greedy, left_padded, spread
 
-PROMPTS = 64
+PROMPTS = 32
 CONTINUED = 8
 TOP = 10
 """Continuations that are listed, those that gained most."""
@@ -86,11 +86,14 @@ def next_token(model: Any, prefixes: Many[list[int]], batch_tokens: int = 2048) 
     return np.stack([line for _, line in sorted(found, key=lambda each: each[0])]) if found else np.zeros((0, 0))
 
 
-def continuation_logps(model: Any, pairs: Many[Pair], continuations: Many[list[int]]) -> np.ndarray:
-    """The log-probability, in nats, of each continuation after the prompt of its pair."""
-    prompts = [pair[0].ids[: pair[0].start] for pair in pairs]
-    both = [Sequence(prompt + more, len(prompt)) for prompt, more in zip(prompts, continuations, strict=True)]
-    return response_logps(model, both)
+def continuation_logps(model: Any, pairs: Many[Pair], *kinds: Many[list[int]]) -> list[np.ndarray]:
+    """The log-probability, in nats, of each continuation after the prompt of its pair, per kind; equal ones run once."""
+    prompts = [tuple(pair[0].ids[: pair[0].start]) for pair in pairs]
+    asked = [list(zip(prompts, map(tuple, kind), strict=True)) for kind in kinds]
+    distinct = list(dict.fromkeys(key for kind in asked for key in kind))
+    logps = response_logps(model, [Sequence([*prompt, *more], len(prompt)) for prompt, more in distinct])
+    found = dict(zip(distinct, logps, strict=True))
+    return [np.array([found[key] for key in kind]) for kind in asked]
 
 
 def moved(
