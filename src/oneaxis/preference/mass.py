@@ -87,7 +87,7 @@ def next_token(model: Any, prefixes: Many[list[int]], batch_tokens: int = 2048) 
 
 
 def continuation_logps(model: Any, pairs: Many[Pair], *kinds: Many[list[int]]) -> list[np.ndarray]:
-    """The log-probability, in nats, of each continuation after the prompt of its pair, per kind; equal ones run once."""
+    """Per kind, the log-probability in nats of each continuation after the prompt of its pair; equal ones run once."""
     prompts = [tuple(pair[0].ids[: pair[0].start]) for pair in pairs]
     asked = [list(zip(prompts, map(tuple, kind), strict=True)) for kind in kinds]
     distinct = list(dict.fromkeys(key for kind in asked for key in kind))
