@@ -1,7 +1,7 @@
 """Pairs from the model itself as a user makes them, with `profile=tiny`: real DVC, real engine, random weights.
 
-A random model knows no sums, but some of its answers are shorter than others. One project is taken through a run, a
-no-op, a run that goes on from what a killed one left, and back to other pairs; the tests run in their order.
+A random model knows no sums, but ends some of its answers within the limit and not others. One project is taken through
+a run, a no-op, a run that goes on from what a killed one left, and back to other pairs; the tests run in their order.
 """
 
 import json
@@ -19,13 +19,18 @@ from tests.e2e.clone import clone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-OVERRIDES = ("profile=tiny", "pairs=on_policy", "sample.tasks=[words]", "sample.max_prompts=80", "sample.num_samples=4",
-             "sample.max_tokens=120", "sample.heldout_pairs=4", "experiment.targets=[train_dpo]")  # fmt: skip
+# So hot that every token is about as likely: one answer in twelve then ends within 60 tokens.
+OVERRIDES = ("profile=tiny", "pairs=on_policy", "sample=mine", "sample.path=prompts.jsonl", "sample.temperature=5.0",
+             "sample.max_tokens=60", "sample.heldout_pairs=4", "experiment.targets=[train_dpo]")  # fmt: skip
+NUM_PROMPTS = 40
 
 
 @pytest.fixture(scope="module")
 def project(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return clone(root, tmp_path_factory.mktemp("clone") / "oneaxis")
+    here = clone(root, tmp_path_factory.mktemp("clone") / "oneaxis")
+    rows = [{"prompt": f"Word {number}?", "rule": "words", "max_words": 99} for number in range(NUM_PROMPTS)]
+    (here / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return here
 
 
 def environment(project: Path) -> dict[str, str]:
@@ -75,13 +80,13 @@ def test_pairs_are_sampled_filtered_and_trained_on_and_a_killed_run_goes_on_to_t
     assert filtered.select(sampled.columns).equals(sampled)
     assert not set(sampled.filter(split="train")["prompt"]) & set(sampled.filter(split="heldout")["prompt"])
     responses = pl.read_parquet(project / "artifacts" / "sample_pairs" / "responses.parquet")
-    assert responses.height == 80 * 4
-    assert responses["seed"].n_unique() == 320
+    assert responses.height == responses["seed"].n_unique() == NUM_PROMPTS * 8
+    assert set(responses.filter("passed")["said"].str.split(" ").list.last()) == {"99"}
     assert (project / "artifacts" / "train_dpo" / "checkpoint").is_dir()
 
     assert run(project, "-m", "oneaxis.cli", "run", *OVERRIDES) == []
 
-    # 80 prompts of 4 are two parts; only the second is missing now.
+    # 40 prompts of 8 are two parts; only the second is missing now.
     assert [path.name for path in kept.glob("*/*")] == ["part-00000.parquet"]
     shutil.copytree(kept, project / ".oneaxis" / "sample_pairs", dirs_exist_ok=True)
     shutil.rmtree(project / "artifacts" / "sample_pairs")

@@ -104,7 +104,8 @@ def test_too_few_pairs_is_exit_code_2_and_one_line(root: Path, project: Path) ->
     assert len(said) == 1
     assert re.fullmatch(
         r"oneaxis: filter_pairs: pairs\.rule=count keeps 2 of 18 train pairs; their ln_ches goes from \S+ to \S+; "
-        r"allowed: at least 4: a larger pairs\.value \(now 2\) or more pairs \(data\.pairs\.max_pairs\)", said[0],
+        r"allowed: at least 4: a larger pairs\.value \(now 2\) or more pairs "
+        r"\(data\.pairs\.max_pairs, sample\.max_prompts\)", said[0],
     )  # fmt: skip
     assert "Traceback" not in errors
     assert not (project / "artifacts" / "filter_pairs").exists()

@@ -37,6 +37,7 @@ from oneaxis.preference.forward import hidden_sums, load
 from oneaxis.preference.pairs import Sequence, tokenize_pair
 
 FEWEST_KEPT = 4
+MORE = "more pairs (data.pairs.max_pairs, sample.max_prompts)"
 NUM_BINS = 24
 PAIRS_PER_PART = 256
 IDS_LISTED = 1000
@@ -366,9 +367,9 @@ def _notes(table: pl.DataFrame, unusable: dict[str, list[str]], config: PairFilt
 def _too_few(kept: int, train: pl.DataFrame, unusable: dict[str, list[str]], config: PairFilter) -> str:
     lost = ", ".join(f"{len(ids)} {reason.replace('_', ' ')}" for reason, ids in unusable.items() if ids)
     remedy = {
-        "all": "more pairs (data.pairs.max_pairs)",
-        "quantile": f"a larger pairs.value (now {config.value:g}) or more pairs (data.pairs.max_pairs)",
-        "count": f"a larger pairs.value (now {config.value:g}) or more pairs (data.pairs.max_pairs)",
+        "all": MORE,
+        "quantile": f"a larger pairs.value (now {config.value:g}) or {MORE}",
+        "count": f"a larger pairs.value (now {config.value:g}) or {MORE}",
         "threshold": f"a higher pairs.value (now {config.value:g})",
     }[config.rule]
     longer = "" if not (unusable["too_long"] or unusable["prompt_too_long"]) else (
