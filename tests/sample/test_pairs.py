@@ -59,7 +59,7 @@ def test_passing_responses_are_paired_with_failing_ones_in_the_order_drawn(root:
     assert pairs.select("prompt", "split").unique().height == 2
     asked = pl.read_parquet(tmp_path / "prompts.parquet")
     assert asked.select("prompt_id", "passed", "pairs", "fate").rows() == [
-        ("one", 3, 2, "pairs"), ("two", 5, 0, "all pass"), ("three", 0, 0, "all fail"), ("four", 3, 2, "pairs"),
+        ("one", 3, 2, "paired"), ("two", 5, 0, "all pass"), ("three", 0, 0, "all fail"), ("four", 3, 2, "paired"),
         ("five", 3, 0, "no usable text"),
     ]  # fmt: skip
     read = pl.read_parquet(tmp_path / "responses.parquet")
@@ -104,16 +104,21 @@ def test_no_pair_at_all_is_said_with_the_counts(root: Path, tmp_path: Path) -> N
         write_pairs(prompts, own, settings(root), seed=0, out=tmp_path)
     assert str(caught.value) == (
         "sample: none of 3 prompts gives a pair (1 all pass, 2 all fail); 2 of 6 responses pass, most often: 9, not 3; "
-        "1 were cut off; allowed: easier prompts or rules, sample.max_tokens over 64, sample.num_samples over 8"
+        "1 were cut off; more pairs come from more or easier prompts, sample.max_tokens over 64, sample.num_samples "
+        "over 8"
     )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_too_few_pairs_to_hold_any_out(root: Path, tmp_path: Path) -> None:
     own = table({"one": [(" 1", True), (" 7", True)]})
-    with pytest.raises(UserError, match=r"^sample: 1 usable pairs of 1 prompts; allowed: more than "
-                                        r"sample\.heldout_pairs=1, of at least 2 prompts"):  # fmt: skip
+    with pytest.raises(UserError) as caught:
         write_pairs([ask("one", 1)], own, settings(root), seed=0, out=tmp_path)
+    assert str(caught.value) == (
+        "sample: 1 usable pairs of 1 prompts; allowed: more than sample.heldout_pairs=1, of at least 2 prompts (of 1 "
+        "prompts 1 paired); 1 of 2 responses pass, most often: 7, not 1; 0 were cut off; more pairs come from more or "
+        "easier prompts, sample.num_samples over 8"
+    )
 
 
 def test_the_interval_of_a_share_covers_it_when_responses_of_a_prompt_are_alike() -> None:

@@ -29,7 +29,7 @@ from oneaxis.sample.rules import check
 from oneaxis.sources.records import Drop, usable
 
 CONFIDENCE = 0.95
-FATES = ("pairs", "all pass", "all fail", "no usable text")
+FATES = ("paired", "all pass", "all fail", "no usable text")
 """Of a prompt. `no usable text`: some pass and some fail, but what fails (or passes) is empty or cannot be written."""
 
 PAIR_SCHEMA = {
@@ -57,8 +57,12 @@ def write_pairs(
     pairs, used = make_pairs(prompts, read, settings.pairs_per_prompt)
     asked = fates(prompts, read, pairs)
     if not pairs:
-        raise UserError(no_pairs(asked, read, settings))
-    split, lost = split_pairs(pairs, max_pairs=None, heldout_pairs=settings.heldout_pairs, seed=seed, key="sample")
+        raise UserError(f"sample: none of {asked.height} prompts gives a pair ({shortage(asked, read, settings)}")
+    try:
+        split, lost = split_pairs(pairs, max_pairs=None, heldout_pairs=settings.heldout_pairs, seed=seed, key="sample")
+    except UserError as error:
+        said = str(error).partition("; dropped")[0]
+        raise UserError(f"{said} (of {asked.height} prompts {shortage(asked, read, settings)}") from error
     assert not lost, f"pairs of one prompt share a text: {lost}"
     stands = [used.get(place, (None, None)) for place in range(read.height)]
     read = read.with_columns(
@@ -165,8 +169,8 @@ def fates(prompts: Sequence[Prompt], read: pl.DataFrame, pairs: Sequence[Row]) -
     return pl.DataFrame(rows, schema=schema, orient="row")
 
 
-def no_pairs(asked: pl.DataFrame, read: pl.DataFrame, settings: SamplePairs) -> str:
-    """Why no prompt gives a pair, with the counts."""
+def shortage(asked: pl.DataFrame, read: pl.DataFrame, settings: SamplePairs) -> str:
+    """What came of the prompts, closing a bracket, and what would give more pairs."""
     fate = dict(asked.group_by("fate").len().iter_rows())
     counts = ", ".join(f"{fate[name]} {name}" for name in FATES if name in fate)
     cut = read.filter(~pl.col("finished")).height
@@ -175,9 +179,8 @@ def no_pairs(asked: pl.DataFrame, read: pl.DataFrame, settings: SamplePairs) -> 
     longer = f", sample.max_tokens over {settings.max_tokens}" if cut else ""
     easier = "easier" if fate.get("all fail", 0) >= fate.get("all pass", 0) else "harder"
     return (
-        f"sample: none of {asked.height} prompts gives a pair ({counts}); {read['passed'].sum()} of {read.height} "
-        f"responses pass{why}; {cut} were cut off; allowed: {easier} prompts or rules{longer}, "
-        f"sample.num_samples over {settings.num_samples}"
+        f"{counts}); {read['passed'].sum()} of {read.height} responses pass{why}; {cut} were cut off; more pairs come "
+        f"from more or {easier} prompts{longer}, sample.num_samples over {settings.num_samples}"
     )
 
 
@@ -246,7 +249,7 @@ def flat_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
             "prompts": facts["prompts"],
             "prompts_all_pass": fate["all pass"],
             "prompts_all_fail": fate["all fail"],
-            "prompts_without_pair": facts["prompts"] - fate["pairs"],
+            "prompts_without_pair": facts["prompts"] - fate["paired"],
             "responses": facts["responses"],
             "pass_rate": rate["share"],
             "pass_rate_ci_low": rate["low"],
