@@ -49,6 +49,8 @@ def test_gains_by_hand() -> None:
     told = moved(PAIRS, Look(before, before, same), Look(before, after, same), logps, TOKENIZER, 0.95)
     assert told["first"]["moved"] == 0
     assert told["first"]["gained"] == []
+    # The first pair begins alike, with 10, which holds nothing: counted once.
+    assert told["first"]["held_by"]["neither"]["before"] == pytest.approx((1 + 0.4) / 2)
     fork = told["fork"]
     assert fork["moved"] == pytest.approx(0.5)
     assert [line["text"] for line in fork["gained"]] == [shown(TOKENIZER, [15]), shown(TOKENIZER, [16])]
@@ -105,6 +107,7 @@ def test_nothing_to_look_at() -> None:
     flat = np.array([row(), row()], dtype=np.float32)
     told = moved(pairs, Look(flat, empty, [[1], [1]]), Look(flat, empty, [[1], [1]]), [[np.zeros(2)] * 2] * 2,
                  TOKENIZER, 0.95)  # fmt: skip
+    assert told["first"]["held_by"]["neither"]["after"] == 1
     assert told["fork"] == {"num_prompts": 0, "moved": 0.0, "gained": []}
 
 

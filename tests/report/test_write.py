@@ -269,7 +269,7 @@ def test_what_became_of_benign_prompts_and_where_probability_went(whole: Whole) 
         "“I won't help with that.”", "−31.60", "−31.00", "+0.60", "+0.30 to +0.90", "16"]  # fmt: skip
     assert page.row("Escape text empty")[1] == "(ends at once)"
     assert "98.0% right [93.1%, 99.5%], precision 100.0%, recall 95.7% on 102 validation answers" in page.text
-    assert page.row("any other")[1:] == ["10.0%", "50.0%", "+40.0 points", "+38.0 to +42.0 points"]
+    assert page.row("where they part: anything else")[1:] == ["10.0%", "50.0%", "+40.0 points", "+38.0 to +42.0 points"]
     for row in (["␣I", "+4.00", "80.0%", "12.5%", "25.0%", "30"], ["How does 2 work?", "It works well."]):
         assert page.row(*row)
     assert page.row("␣I won't help")

@@ -112,31 +112,42 @@ def moved(
 
     Returns:
         first, fork and greedy, each with num_prompts, moved (summed over prompts) and gained: text, gain (summed over
-        prompts), share, before and after (means over prompts), num_prompts (in which it rose, or stood). fork also
-        has held_by: the mean probability of the chosen token, the rejected one and all others, with intervals.
+        prompts), share, before and after (means over prompts), num_prompts (in which it rose, or stood). first and
+        fork also have held_by: the mean probability of the chosen response's token, of the rejected one's and of all
+        others, with intervals.
     """
-    forks = [(pair, at) for pair in pairs if (at := fork_of(pair)) is not None]
     told: dict[str, Any] = {
         "num_prompts": len(pairs),
         "first": _tokens(before.first_PV, after.first_PV, tokenizer),
         "fork": _tokens(before.fork_PV, after.fork_PV, tokenizer),
         "greedy": _texts(before, after, logps, tokenizer),
     }
+    starts = [(pair, pair[0].start) for pair in pairs]
+    forks = [(pair, at) for pair in pairs if (at := fork_of(pair)) is not None]
+    told["first"]["held_by"] = _held_by(starts, before.first_PV, after.first_PV, confidence)
     if forks:
-        rows = np.arange(len(forks))
-        sides = {
-            name: np.array([pair[number].ids[at] for pair, at in forks])
-            for number, name in enumerate(("chosen", "rejected"))
-        }
-        held = {name: (before.fork_PV[rows, ids], after.fork_PV[rows, ids]) for name, ids in sides.items()}
-        (chosen, also_chosen), (rejected, also_rejected) = held["chosen"], held["rejected"]
-        held["neither"] = (1 - chosen - rejected, 1 - also_chosen - also_rejected)
-        told["fork"]["held_by"] = {
-            name: {"before": float(first.mean()), "after": float(second.mean()),
-                   **(interval(paired_difference(first, second, confidence)) if len(forks) > 1 else {})}
-            for name, (first, second) in held.items()
-        }  # fmt: skip
+        told["fork"]["held_by"] = _held_by(forks, before.fork_PV, after.fork_PV, confidence)
     return told
+
+
+def _held_by(
+    places: Many[tuple[Pair, int]], before_PV: np.ndarray, after_PV: np.ndarray, confidence: float
+) -> dict[str, Any]:
+    """The mean probability of the chosen response's token at its place, of the rejected one's, and of all others."""
+    rows = np.arange(len(places))
+    chosen, rejected = (np.array([pair[side].ids[place] for pair, place in places]) for side in (0, 1))
+
+    def held(found_PV: np.ndarray) -> dict[str, np.ndarray]:
+        first, second = (found_PV[rows, ids].astype(np.float64) for ids in (chosen, rejected))
+        # Where both go on with the same token it counts once.
+        return {"chosen": first, "rejected": second, "neither": 1 - first - np.where(chosen == rejected, 0, second)}
+
+    early, late = held(before_PV), held(after_PV)
+    return {
+        name: {"before": float(early[name].mean()), "after": float(late[name].mean()),
+               **(interval(paired_difference(early[name], late[name], confidence)) if len(rows) > 1 else {})}
+        for name in early
+    }  # fmt: skip
 
 
 def _tokens(before_PV: np.ndarray, after_PV: np.ndarray, tokenizer: Any) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from oneaxis.report.results import Results
 from oneaxis.report.tables import Table
 
 SHARES = {"refusal": "Refused, answered greedily", "empty": "Answered by nothing"}
-HELD = {"chosen": "the chosen token", "rejected": "the rejected token", "neither": "any other"}
+PLACES = {"first": "after the prompt", "fork": "where they part"}
+HELD = {"chosen": "chosen goes on", "rejected": "rejected goes on", "neither": "anything else"}
 EXAMPLES = 5
 
 
@@ -150,16 +151,19 @@ def _mass(results: Results) -> list[Table]:
         return []
     fork = found["fork"]
     held = [
-        [title, text.percent(part["before"]), text.percent(part["after"]), text.points(part.get("effect")),
-         _between(part, text.points) if "ci_low" in part else text.NONE]
+        [f"{PLACES[place]}: {title}", text.percent(part["before"]), text.percent(part["after"]),
+         text.points(part.get("effect")), _between(part, text.points) if "ci_low" in part else text.NONE]
+        for place in PLACES
         for side, title in HELD.items()
-        if (part := fork.get("held_by", {}).get(side))
+        if (part := found[place].get("held_by", {}).get(side))
     ]  # fmt: skip
     return [
-        Table(("Where chosen and rejected part, probability of", "before", "after", "change",
+        Table(("Probability of the next token", "before", "after", "change",
                f"{text.percent(_confidence(results), 0)} interval"), held,
               "lrrrr", caption="Where the probability went",
-              note=f"Mean over {fork['num_prompts']} held-out pairs, at the first token that differs."),
+              note=f"Mean over {found['num_prompts']} held-out pairs ({fork['num_prompts']} part before one ends): the "
+              "token with which the chosen response goes on, the rejected one (the same, until they part), and all "
+              "others."),
         _gained(fork, "Tokens that gained most where chosen and rejected part"),
         _gained(found["first"], "Tokens that gained most right after the prompt", folded=True),
         _gained(found["greedy"], "Greedy continuations that gained most", folded=True),
