@@ -198,7 +198,7 @@ def training(folder: Path, draw: random.Random) -> dict[str, float]:
     pl.DataFrame({
         "step": steps, "logps/chosen": [-42 + 0.1 * s + draw.gauss(0, 0.2) for s in steps],
         "logps/rejected": [-43 - 0.2 * s + draw.gauss(0, 0.2) for s in steps],
-        "rewards/margins": [0.03 * s for s in steps],
+        "rewards/margins": [0.03 * s for s in steps], "probe/wont_logp": [-31.6 + 0.025 * s for s in steps],
     }).write_parquet(folder / "train_dpo" / "train_log.parquet")  # fmt: skip
     write_json(folder / "train_dpo" / "displacement.json", {
         "verdict": "healthy", "chosen": {"effect": 1.75, "ci_low": 1.25, "ci_high": 2.25},
