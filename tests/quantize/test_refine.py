@@ -75,7 +75,10 @@ def test_query_heads_of_a_group_share_their_scales() -> None:
     assert not torch.allclose(found_K2D.reshape(-1), start_I)
 
 
+@torch.inference_mode()
 def refined(case: Case, settings: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Any]]]:
+    """As the stage does: in inference mode, with statistics that were read in it."""
+    case.statistics = {name: tensor.clone() for name, tensor in case.statistics.items()}
     alphas, _ = case.search(settings)
     start = site_scales(case.decoder, 0, case.tensors, case.statistics, alphas, "absmax", case.dtype)
     return start, *refine_scales(case.decoder, 0, case.tensors, case.statistics, case.samples, start, settings, set(),

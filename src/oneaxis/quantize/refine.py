@@ -104,6 +104,7 @@ def descend(
     # The stages run in inference mode, whose tensors have no gradient.
     with torch.inference_mode(False), torch.enable_grad():
         x_nI, weight_OI, start_I = x_nI.clone(), weight_OI.clone(), scale_I.clone()
+        calibrated_I = None if calibrated_I is None else calibrated_I.clone()
         log_P = per_row(start_I, heads).log().clone().requires_grad_()
         adam = torch.optim.Adam([log_P], lr=LEARNING_RATE)
         falling = torch.optim.lr_scheduler.LinearLR(adam, 1.0, 0.0, steps)
