@@ -37,8 +37,9 @@ FASTER = 1.5
 ROOT = Path(__file__).resolve().parents[1]
 FILTER = {"score": "ln_ches", "rule": "quantile", "value": 0.75, "control_seed": None, "max_tokens": 512,
           "batch_tokens": 2048}  # fmt: skip
-BYTES_A_PAIR = 600
-"""What may stay in memory of a pair that is done: its numbers and ids, twice while tables are joined and sorted."""
+BYTES_A_PAIR = 1200
+"""What may be in memory of a pair that is done: 236 were measured while pairs are scored (its numbers and ids), 1,000
+more at the end, when the rule sorts all ids and the other measures are compared."""
 
 
 def lengthened(pairs: pl.DataFrame, tokenizer: Any, count: int, prompt_tokens: int) -> list[dict[str, Any]]:
