@@ -28,6 +28,13 @@ SMALLER = {
     # The schemes that no other experiment runs.
     "quantize_schemes": ["experiment.values=[none,w8a8_fp8]"],
     "alpha_auto": ["quantize.smooth.alpha=0.5,auto"],
+    # What no other experiment has: a control.
+    "displacement": [
+        "train=dpo_tiny",
+        "experiment.combine=false",
+        "experiment.changes=[{name: ches, overrides: ['pairs=ches'], control: random}, "
+        "{name: random, overrides: ['pairs=random']}]",
+    ],
     "preference_training": ["experiment.values=[none,dpo_tiny]"],
     "int8_dynamic": TIMED,
     "prefix_caching": TIMED,
@@ -95,6 +102,8 @@ def check_record(folder: Path, *, combined: bool) -> None:
         else:
             assert verdict.n > 1
     assert any(plan.point(point).role == "combination" for point, _ in verdicts) == combined
+    controlled = {point.name for point in plan.points if point.control}
+    assert {point for (point, _), verdict in verdicts.items() if verdict.against_control} == controlled
 
 
 def recorded_metrics(artifacts: Path) -> dict[str, float]:

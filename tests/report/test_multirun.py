@@ -54,6 +54,13 @@ def page(folder: Path, outline: Make) -> Any:
     return outline(folder / "report.html")
 
 
+def test_what_is_accepted_in_every_claim_is_said(tmp_path: Path, multirun: Make, judged: Make, outline: Make) -> None:
+    verdicts = [judged(point, metric, "tie" if (point, metric) == ("a=1", TTFT) else "accept", -0.3, 0.1)
+                for point in ("a=1", "a=2") for metric in (PPL, TTFT)]  # fmt: skip
+    multirun(tmp_path, candidates={"a=1": 1.0, "a=2": 2.0}, metrics=[PPL, TTFT], verdicts=verdicts)
+    assert "Accepted in all 2 claims: a=2." in outline(write_multirun_report(tmp_path)).text
+
+
 def test_rows_are_sorted_by_effect_and_unsound_ones_come_last(page: Any) -> None:
     table = page.table(f"{PPL}, by effect")
     assert table.column(0) == ["alpha=0.5", "alpha=0.65", "alpha=0.25", "alpha=0.8", "alpha=0.9", "alpha=1.0"]

@@ -102,6 +102,7 @@ def render(
     cards = verdicts.cards(multirun, compared)
     combination = verdicts.combinations(multirun, compared)
     controls = verdicts.controls(multirun, compared)
+    everywhere = verdicts.everywhere(compared)
     certainty, notes = verdicts.certainty(multirun), verdicts.notes(multirun)
     failures = verdicts.failures_table(multirun)
     points = [verdicts.axes_table(multirun), *verdicts.leaves_tables(multirun), *([failures] if failures else []),
@@ -125,8 +126,8 @@ def render(
         lines=[(comparison, verdicts.verdict_line(comparison)) for comparison in compared[:shown]],
         asked=verdicts.asked(multirun), cards=cards[:SHOWN_CARDS], more_cards=cards[SHOWN_CARDS:ALL_CARDS],
         cards_left=max(0, len(cards) - ALL_CARDS), shown=parts[:shown], folded=parts[shown:], controls=controls,
-        combination=combination, answers=answers, training=training, points=points, certainty=certainty, notes=notes,
-        provenance=verdicts.provenance_tables(multirun),
+        combination=combination, answers=answers, everywhere=everywhere, training=training, points=points,
+        certainty=certainty, notes=notes, provenance=verdicts.provenance_tables(multirun),
     )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def _curves(trained: Mapping[str, Results], baseline: str) -> Plot | None:
             )  # fmt: skip
             axes.plot(steps, moved, label=text.shorten(name, 24), **look)
         axes.set_xlabel("step of DPO")
-        axes.set_ylabel("chosen, nats from the reference")
+        axes.set_ylabel("chosen, change in nats")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         canvas.legend(loc="outside upper left", ncols=3)
 

@@ -223,6 +223,15 @@ def verdict_line(comparison: Comparison) -> str:
     return f"{said} ({', '.join(counts)}{expected}{bar})"
 
 
+def everywhere(compared: Sequence[Comparison]) -> str:
+    """Which candidates are accepted in every claim, in one line; empty where there are not two claims."""
+    claims = [comparison for comparison in compared if comparison.claimed]
+    if len(claims) < 2:
+        return ""
+    names = [row.point for row in claims[0].accepted if all(row.point in {r.point for r in c.accepted} for c in claims)]
+    return f"Accepted in all {len(claims)} claims: {', '.join(names) or 'none'}."
+
+
 def tally(compared: Sequence[Comparison]) -> list[tuple[str, int]]:
     """How many verdicts there are of each decision, over the claims, or over everything where nothing is claimed;
     without those on controls."""
