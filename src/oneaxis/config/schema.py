@@ -501,7 +501,8 @@ class SamplePairs(Section):
     max_prompts: Count
     num_samples: Annotated[int, Field(ge=2, le=256)]
     """Responses to each prompt, each with a seed of its own."""
-    temperature: Positive
+    temperature: Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)]
+    """The engine takes no higher one."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
     max_tokens: Count
     """Longest response; one that is cut off there fails its rule."""
