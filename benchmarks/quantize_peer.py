@@ -190,7 +190,7 @@ class Bench:
             "CUDA_VISIBLE_DEVICES": "",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        self.counts = (8, 4) if options.quick else (options.sequences, 16)
+        self.counts = (8, 4) if options.quick else (options.sequences, options.heldout)
         self.peer_python = str(options.python or make_peer(options.peer, options.uv))
 
     @property
@@ -407,6 +407,8 @@ def main() -> int:
     parser.add_argument("--uv", default=str(Path(sys.executable).parent / "uv"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sequences", type=int, default=64, help="of calibration text")
+    parser.add_argument("--heldout", type=int, default=16, help="sequences that perplexity is measured on")
+    parser.add_argument("--kinds", nargs="+", choices=["dynamic", "static"], default=["dynamic", "static"])
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     parser.add_argument("--peer-batch", type=int, default=1, help="sequences a batch; 1 is llm-compressor's default")
     parser.add_argument("--peer-dtype", default="float32", help="the faster one on a CPU; auto: as its examples load")
@@ -435,8 +437,8 @@ def bench(bench: Bench) -> tuple[list[str], dict[str, Any]]:
     """All runs, then all perplexities: the tables, and everything for a file."""
     options = bench.options
     rounds = 1 if options.quick else options.rounds
-    ours = [our_contestant("dynamic", options.dynamic), our_contestant("static", options.static)]
-    peers = peer_contestants(options.quick or options.brief)
+    ours = [our_contestant(kind, getattr(options, kind)) for kind in options.kinds]
+    peers = [one for one in peer_contestants(options.quick or options.brief) if one.kind in options.kinds]
     bench.token_ids()
     bench.warm_up()
     steps: list[tuple[bool, Callable[[int], list[Run]]]] = []
