@@ -527,6 +527,6 @@ def test_a_stage_that_waits_can_be_interrupted(root: Path, tmp_path: Path) -> No
         stage.send_signal(signal.SIGTERM)
         _, errors = stage.communicate(timeout=20)
     assert (stage.returncode, errors.splitlines()[-1]) == (
-        130, "oneaxis: prepare_data: interrupted; nothing was written, and `dvc repro` starts this stage again"
+        130, "oneaxis: prepare_data: interrupted; no artifact was written, and `dvc repro` runs this stage again"
     )  # fmt: skip
     assert not list((tmp_path / "artifacts").iterdir())

@@ -52,7 +52,14 @@ def run_pipeline(root: Path, config: Config, overrides: Sequence[str]) -> int:
 
         print(f"MLflow run {track(root)}: `oneaxis ui` shows it\ndone in {time.time() - started:.0f} s")
     # A report of an earlier run says nothing of this one's validity.
-    return 0 if "report" not in needed or _metrics(root).get("report/valid", 1.0) else 1
+    metrics = _metrics(root)
+    if "report" in needed:
+        return 0 if metrics.get("report/valid", 1.0) else 1
+    if "train_dpo" in needed and metrics.get("train_dpo/stopped_early"):
+        print("oneaxis: the run is INVALID: train.displacement.stop_nats ended the training early; "
+              "artifacts/train_dpo/displacement.json says when and why", file=sys.stderr)  # fmt: skip
+        return 1
+    return 0
 
 
 def check_inputs(root: Path, config: Config) -> None:

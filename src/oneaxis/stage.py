@@ -39,7 +39,7 @@ from oneaxis.system import sampled
 STATE = ".oneaxis"
 INTERRUPTED = threading.Event()
 """Set by Ctrl-C and SIGTERM: what is raised after it is raised because of it."""
-INTERRUPTED_TEXT = "interrupted; nothing was written, and `dvc repro` starts this stage again"
+INTERRUPTED_TEXT = "interrupted; no artifact was written, and `dvc repro` runs this stage again"
 QUIET = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",

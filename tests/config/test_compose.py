@@ -40,6 +40,7 @@ def test_every_choice_composes(root: Path, group: str, choice: str) -> None:
         (["train.beta=nan"], ["train.beta=nan", "finite"]),
         (["train.steps=true"], ["train.steps=True", "integer"]),
         (["train.processes=3"], ["train", "processes is 3; allowed: a divisor of batch_size (4)"]),
+        (["pairs=on_policy", "sample=none"], ["pairs=on_policy, sample=none", "sample=on_policy"]),
         (["train.steps=4.0"], ["train.steps=4.0", "integer"]),
         (["train.bet=1"], ["train.bet=1", "no such key"]),
         (["+train.bet=1"], ["train.bet=1", "no such key"]),

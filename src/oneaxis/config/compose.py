@@ -97,6 +97,9 @@ def _compose(
         ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
         unresolved = OmegaConf.to_container(ours, resolve=False)
         values = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True) if resolve else {}
+        if choices.get("pairs") == "on_policy" and choices.get("sample") == "none":
+            raise UserError("pairs=on_policy, sample=none: there would be no pairs of the model's own; allowed: "
+                            "sample=on_policy (which pairs=on_policy chooses), or pairs=all")  # fmt: skip
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain_hydra(error, overrides)) from error
     except Exception as error:
@@ -223,7 +226,7 @@ def _key(prefix: list[str], location: tuple[int | str, ...]) -> str:
         "w4a16",
         "w8a8_fp8",
     }
-    tags |= {"constrained-float", "float"}
+    tags |= {"constrained-float", "constrained-str", "float"}
     parts = list(prefix)
     for index, part in enumerate(location):
         last = index == len(location) - 1

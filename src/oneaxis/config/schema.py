@@ -347,7 +347,7 @@ class Smooth(Section):
     """`absmax`: the paper's. `range`: llm-compressor's, (max - min)^alpha / (2 max|W|)^(1 - alpha)."""
     sites: list[Site]
     """Empty: no smoothing."""
-    refine_steps: Annotated[int, Field(ge=0)]
+    refine_steps: Annotated[int, Field(ge=0, le=1000)]
     """Steps by which the scales of every channel are improved from there on, each for itself (W8A8 INT8); 0: none."""
 
     @model_validator(mode="after")

@@ -186,9 +186,9 @@ def check_losses(dpo_args: dict[str, Any]) -> None:
     if "exo_pair" in losses and not 0 < smoothing < 1:
         raise UserError(f"{where}.label_smoothing={smoothing}: exo_pair takes its logarithm; allowed: more than 0 (its "
                         "paper: 0.001) and less than 1")  # fmt: skip
-    if "robust" in losses and not 0 <= smoothing < 0.5:
-        raise UserError(f"{where}.label_smoothing={smoothing}: the share of wrong labels, for robust; allowed: from 0 "
-                        "to less than 0.5")  # fmt: skip
+    if "exo_pair" not in losses and not 0 <= smoothing < 0.5:
+        raise UserError(f"{where}.label_smoothing={smoothing}: the share of wrong labels; allowed: from 0 to less than "
+                        "0.5")  # fmt: skip
     if dpo_args.get("use_weighting") and (sorting := [loss for loss in losses if loss in ("aot", "aot_unpaired")]):
         raise UserError(f"{where}.use_weighting=True: weights are per pair, and {sorting[0]} sorts the pairs apart; "
                         "allowed: false, or another loss_type")  # fmt: skip
