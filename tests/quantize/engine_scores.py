@@ -2,7 +2,7 @@
 
     python -m tests.quantize.engine_scores REQUEST.json ANSWER.json
 
-REQUEST: {ids: [[int]], checkpoints: {name: folder}, kv_cache_dtype: {name: dtype}}.
+REQUEST: {ids: [[int]], checkpoints: {name: folder}, kv_cache_dtype: {name: dtype}, dtype: {name: dtype}}.
 ANSWER: {name: {logprobs: [[float]], k_scales: [float], v_scales: [float]}}.
 One import serves all; a checkpoint that fails ends it, since vLLM's state is global.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def main(request: Path, answer: Path) -> None:
-    """Run every checkpoint in float32."""
+    """Run every checkpoint, in float32 where no other dtype is asked for."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_INT4_W4A8": "0",
@@ -32,7 +32,8 @@ def main(request: Path, answer: Path) -> None:
     answers = {}
     for name, folder in asked["checkpoints"].items():
         cache = asked["kv_cache_dtype"].get(name, "auto")
-        llm = LLM(folder, dtype="float32", kv_cache_dtype=cache, enforce_eager=True, max_model_len=256,
+        dtype = asked["dtype"].get(name, "float32")
+        llm = LLM(folder, dtype=dtype, kv_cache_dtype=cache, enforce_eager=True, max_model_len=256,
                   max_num_seqs=8, enable_prefix_caching=False)  # fmt: skip
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         logprobs = [[next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]] for output in outputs]
