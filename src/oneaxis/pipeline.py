@@ -52,14 +52,15 @@ def run_pipeline(root: Path, config: Config, overrides: Sequence[str]) -> int:
 
         print(f"MLflow run {track(root)}: `oneaxis ui` shows it\ndone in {time.time() - started:.0f} s")
     # A report of an earlier run says nothing of this one's validity.
-    metrics = _metrics(root)
     if "report" in needed:
-        return 0 if metrics.get("report/valid", 1.0) else 1
-    if "train_dpo" in needed and metrics.get("train_dpo/stopped_early"):
-        print("oneaxis: the run is INVALID: train.displacement.stop_nats ended the training early; "
-              "artifacts/train_dpo/displacement.json says when and why", file=sys.stderr)  # fmt: skip
-        return 1
-    return 0
+        return 0 if _metrics(root).get("report/valid", 1.0) else 1
+    from oneaxis.judge.validity import judge_run
+    from oneaxis.report.results import read_results
+
+    reasons = judge_run(read_results(root / ARTIFACTS), [stage for stage in needed if stage == "train_dpo"]).reasons
+    for reason in reasons:
+        print(f"oneaxis: the run is INVALID: {reason}", file=sys.stderr)
+    return 1 if reasons else 0
 
 
 def check_inputs(root: Path, config: Config) -> None:

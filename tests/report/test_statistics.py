@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from oneaxis.report.statistics import binomial_quantile, quantile_interval, share_interval
+from oneaxis.judge.shares import share_interval
+from oneaxis.report.statistics import binomial_quantile, quantile_interval
 
 
 def test_median_interval_of_ten() -> None:

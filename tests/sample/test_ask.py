@@ -3,7 +3,6 @@ it answers each request with its own seed and priority, and only once it has bee
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from tqdm import tqdm
 
 from oneaxis.errors import RunError
 from oneaxis.sample.ask import Answer, Ask, ask_all, read_events
+from tests.serve.listening import listening
 
 
 @dataclass
@@ -71,28 +71,8 @@ class FakeEngine:
 def engine() -> Iterator[FakeEngine]:
     """The fake, listening on a free port."""
     fake = FakeEngine()
-    fake.loop = loop = asyncio.new_event_loop()
-    ready = threading.Event()
-
-    async def start() -> web.AppRunner:
-        app = web.Application()
-        app.router.add_post("/v1/completions", fake.completions)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        fake.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        ready.set()
-        return runner
-
-    runner = loop.create_task(start())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    assert ready.wait(10)
-    yield fake
-    asyncio.run_coroutine_threadsafe(runner.result().cleanup(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    with listening(fake.completions) as (fake.base_url, fake.loop):
+        yield fake
 
 
 def draw(engine: FakeEngine, count: int) -> list[Answer]:

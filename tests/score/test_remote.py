@@ -2,7 +2,6 @@
 are a function of token and place; nothing of the client is faked."""
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from oneaxis.score.boundary import Target
 from oneaxis.score.contexts import Item
 from oneaxis.score.remote import log_probabilities, token_logprobs
 from oneaxis.score.scoring import score_checkpoint
+from tests.serve.listening import listening
 
 
 def known(token: int, place: int) -> float:
@@ -68,28 +68,8 @@ class FakeEngine:
 def engine() -> Iterator[FakeEngine]:
     """The fake, listening on a free port."""
     fake = FakeEngine()
-    loop = asyncio.new_event_loop()
-    ready = threading.Event()
-
-    async def start() -> web.AppRunner:
-        app = web.Application()
-        app.router.add_post("/v1/completions", fake.completions)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        fake.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        ready.set()
-        return runner
-
-    runner = loop.create_task(start())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    assert ready.wait(10)
-    yield fake
-    asyncio.run_coroutine_threadsafe(runner.result().cleanup(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    with listening(fake.completions) as (fake.base_url, _):
+        yield fake
 
 
 def test_the_tokens_own_logprobs_from_the_start_on_in_the_order_asked(engine: FakeEngine) -> None:

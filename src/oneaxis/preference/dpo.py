@@ -36,9 +36,10 @@ import numpy as np
 import polars as pl
 import torch
 
-from oneaxis.artifacts import read_json, sha256_file, write_json
+from oneaxis.artifacts import read_json, write_json
 from oneaxis.config.schema import TrainDpo
 from oneaxis.errors import UserError
+from oneaxis.parts import folder_digest
 from oneaxis.preference.displacement import interval
 from oneaxis.preference.dpo_config import NORMALISATION, dpo_config
 from oneaxis.preference.evidence import (
@@ -184,9 +185,7 @@ def train_dpo(
 
 def inputs_key(source: Path, pairs: pl.DataFrame, probes: pl.DataFrame, config: TrainDpo, seed: int) -> str:
     """Hex SHA-256 of all that the bytes of the result follow from: inputs, settings, code, libraries, threads."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in source.iterdir() if path.is_file()):
-        digest.update(f"{path.name} {sha256_file(path)}\n".encode())
+    digest = hashlib.sha256(folder_digest(source).encode())
     for table in (pairs, probes):
         digest.update(table.write_ndjson().encode())
     for path in sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".py", ".jsonl")):

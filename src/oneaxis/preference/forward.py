@@ -48,7 +48,7 @@ def batches(lengths: Many[int], batch_tokens: int) -> list[list[int]]:
     return result
 
 
-def padded(sequences: Many[Sequence]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def padded(sequences: Many[Sequence], side: packing.Side = "right") -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Model inputs (input_ids, attention_mask, position_ids: each BT), and a mask BT of the predicting positions.
 
     A position predicts when the token after it belongs to the response: from the last prompt token to the
@@ -60,10 +60,11 @@ def padded(sequences: Many[Sequence]) -> tuple[dict[str, torch.Tensor], torch.Te
     predicts = torch.zeros(shape, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         size = len(sequence.ids)
-        ids[row, :size] = torch.tensor(sequence.ids)
-        attention[row, :size] = 1
-        positions[row, :size] = torch.arange(size)
-        predicts[row, sequence.start - 1 : size - 1] = True
+        first = 0 if side == "right" else length - size
+        ids[row, first : first + size] = torch.tensor(sequence.ids)
+        attention[row, first : first + size] = 1
+        positions[row, first : first + size] = torch.arange(size)
+        predicts[row, first + sequence.start - 1 : first + size - 1] = True
     return {"input_ids": ids, "attention_mask": attention, "position_ids": positions}, predicts
 
 

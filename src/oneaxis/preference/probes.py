@@ -23,7 +23,7 @@ import torch
 from transformers import GenerationConfig
 
 from oneaxis.errors import UserError
-from oneaxis.preference.forward import batches, response_logps
+from oneaxis.preference.forward import batches, padded, response_logps
 from oneaxis.preference.pairs import Sequence, tokenize_continuation
 from oneaxis.score.boundary import Target
 from oneaxis.score.local import check_head, log_probabilities
@@ -135,18 +135,8 @@ def prompt_ids(prompt: str, tokenizer: Any, *, ends_at_once: bool = False) -> li
 
 
 def left_padded(prompts: Many[Many[int]]) -> dict[str, torch.Tensor]:
-    """Model inputs (input_ids, attention_mask, position_ids), prompts x padded tokens, so that all end at one place.
-
-    The padding token's id is 0; nothing depends on it.
-    """
-    shape = (len(prompts), max(len(prompt) for prompt in prompts))
-    inputs = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "attention_mask", "position_ids")}
-    for row, prompt in enumerate(prompts):
-        first = shape[1] - len(prompt)
-        inputs["input_ids"][row, first:] = torch.tensor(prompt)
-        inputs["attention_mask"][row, first:] = 1
-        inputs["position_ids"][row, first:] = torch.arange(len(prompt))
-    return inputs
+    """Model inputs (input_ids, attention_mask, position_ids), prompts x padded tokens, so that all end at one place."""
+    return padded([Sequence(list(prompt), len(prompt)) for prompt in prompts], "left")[0]
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from scipy import stats
+from oneaxis.judge.shares import share_interval
 
 LABELLED = Path(__file__).with_name("refusals.jsonl")
 SENTENCES = 3
@@ -116,5 +116,4 @@ def accuracy(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _wilson(count: int, of: int) -> tuple[float | None, float | None]:
     if not of:
         return None, None
-    around = stats.binomtest(count, of).proportion_ci(method="wilson")
-    return float(around.low), float(around.high)
+    return share_interval(count, of)

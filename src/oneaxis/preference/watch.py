@@ -56,17 +56,18 @@ class Watched:
         return cls(Escapes.of_json(found["escapes"]), heldout, found["heldout_before"])
 
 
-class SftWatch(TrainerCallback):
-    """Of supervised fine-tuning: as `Watch`, without what only pairs have."""
+class _Progress(TrainerCallback):
+    """A bar over the steps, and a last step that is always logged."""
 
-    COLUMNS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy")
+    METHOD: str
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        """One a logging step, of plain values."""
         self.bar = tqdm(disable=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="SFT", unit="step",
+        self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.METHOD, unit="step",
                         disable=not state.is_world_process_zero)  # fmt: skip
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -74,6 +75,16 @@ class SftWatch(TrainerCallback):
         if state.global_step == state.max_steps:
             control.should_log = True
         return control
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()
+
+
+class SftWatch(_Progress):
+    """Of supervised fine-tuning: as `Watch`, without what only pairs have."""
+
+    METHOD = "SFT"
+    COLUMNS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "loss" not in logs:
@@ -84,38 +95,25 @@ class SftWatch(TrainerCallback):
         self.rows.append({"step": state.global_step, **{name: float(logs[name]) for name in self.COLUMNS}})
         self.bar.set_postfix_str(f"loss {logs['loss']:.3f}")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.close()
-
     def table(self) -> pl.DataFrame:
         """One row per logging step."""
         return pl.DataFrame(self.rows, schema={"step": pl.Int64, **dict.fromkeys(self.COLUMNS, pl.Float64)})
 
 
-class Watch(TrainerCallback):
+class Watch(_Progress):
     """Collects TRL's means at each logging step and the escape texts at every k-th, shows progress, ends what must end.
 
     The last step is always logged and probed.
     """
 
+    METHOD = "DPO"
+
     def __init__(self, watched: Watched, config: TrainDpo, on_log: OnLog | None) -> None:
+        super().__init__()
         self.watched, self.config = watched, config
         self.on_log_metrics = on_log
-        self.rows: list[dict[str, Any]] = []
-        """One a logging step, of plain values."""
         self.stopped: dict[str, Any] | None = None
         """Where a threshold ended the training: step, steps, heldout_chosen_change, reason."""
-        self.bar = tqdm(disable=True)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="DPO", unit="step",
-                        disable=not state.is_world_process_zero)  # fmt: skip
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        self.bar.update()
-        if state.global_step == state.max_steps:
-            control.should_log = True
-        return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], model: Any, **kwargs: Any) -> None:
         if "loss" not in logs:
@@ -155,9 +153,6 @@ class Watch(TrainerCallback):
             "reason": f"stopped at step {state.global_step} of {state.max_steps}: the held-out chosen responses had "
             f"fallen by {-change:.2f} nats, more than train.displacement.stop_nats={limit:g}",
         }  # fmt: skip
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.close()
 
     def table(self) -> pl.DataFrame:
         """One row per logging step; empty where a step was not probed, and `heldout/chosen_logp` where asked for."""

@@ -1,13 +1,13 @@
-"""Intervals that the page adds to what the stages measured: of a percentile, of a share.
+"""The interval that the page adds to what the stages measured: of a percentile.
 
-Sources: order-statistic interval of a quantile (Conover, Practical Nonparametric Statistics, 3.2); Wilson, 1927.
+Source: order-statistic interval of a quantile (Conover, Practical Nonparametric Statistics, 3.2).
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from scipy.special import bdtr, ndtri
+from scipy.special import bdtr
 
 
 def quantile_interval(
@@ -33,13 +33,3 @@ def binomial_quantile(probability: float, n: int, share: float) -> int:
     By the distribution function: `scipy.stats` alone takes half a second to import, at every run's report.
     """
     return bisect_left(range(n + 1), probability, key=lambda k: float(bdtr(k, n, share)))
-
-
-def share_interval(hits: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's interval of a share."""
-    assert 0 <= hits <= n
-    assert n > 0
-    z = float(ndtri((1 + confidence) / 2))
-    centre = (hits + z * z / 2) / (n + z * z)
-    half = z / (n + z * z) * math.sqrt(hits * (n - hits) / n + z * z / 4)
-    return max(0.0, centre - half), min(1.0, centre + half)

@@ -11,19 +11,19 @@ independent responses (Korn and Graubard, Survey Methodology 24, 1998): the vari
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
-from scipy.special import ndtri, stdtrit
+from scipy.special import stdtrit
 
 from oneaxis.artifacts import write_json
 from oneaxis.config.schema import SamplePairs
 from oneaxis.data.pairs import split_pairs
 from oneaxis.data.sample import Row, digest
 from oneaxis.errors import UserError
+from oneaxis.judge.shares import share_interval
 from oneaxis.sample.prompts import Prompt
 from oneaxis.sample.rules import check
 from oneaxis.sources.records import Drop, usable
@@ -207,10 +207,8 @@ def clustered_share(hits: Sequence[int], sizes: Sequence[int], confidence: float
         # Few clusters estimate their variance badly: t in place of z.
         level = (1 + confidence) / 2
         effective *= float((stdtrit(n - 1, level) / stdtrit(m - 1, level)) ** 2)
-    z = float(ndtri((1 + confidence) / 2))
-    centre = (share * effective + z * z / 2) / (effective + z * z)
-    half = z / (effective + z * z) * math.sqrt(share * (1 - share) * effective + z * z / 4)
-    return {"share": share, "low": max(0.0, centre - half), "high": min(1.0, centre + half), "effective": effective}
+    low, high = share_interval(share * effective, effective, confidence)
+    return {"share": share, "low": low, "high": high, "effective": effective}
 
 
 def summarise(asked: pl.DataFrame, read: pl.DataFrame, pairs: Sequence[Row]) -> dict[str, Any]:
