@@ -61,7 +61,7 @@ def test_jobs_alternate() -> None:
         ("quantize.smooth.sites=[qkv],[qkv,o]", ["quantize.smooth.sites=[qkv]", "quantize.smooth.sites=[qkv,o]"]),
         ("score.premises.default='a, b',c", ["score.premises.default='a, b'", "score.premises.default=c"]),
         # The default first: it is the baseline.
-        ("train=glob(*)", ["train=dpo", "train=dpo_tiny", "train=none"]),
+        ("train=glob(*)", ["train=dpo", "train=dpo_short", "train=dpo_tiny", "train=none"]),
         ("quantize=glob(w8*)", ["quantize=w8a8_int8_dynamic", "quantize=w8a8_fp8", "quantize=w8a8_int8_static"]),
     ],
 )
