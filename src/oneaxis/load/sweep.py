@@ -10,10 +10,10 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import polars as pl
@@ -22,55 +22,17 @@ from tqdm import tqdm
 from oneaxis.errors import RunError
 from oneaxis.load.client import Record, Request, open_session, request_table, requests_of, send_all
 from oneaxis.load.plan import Plan, rate_label
-from oneaxis.serve.metrics import metric_total, parse_metrics
-
-ALIVE_EVERY_S = 0.1
-SAMPLE_EVERY_S = 0.5
-SETTLE_S = 2.0
-"""How long an engine may take to be idle, or to be seen dead, after the last request of a cell.
-
-vLLM does not update its gauges after the last request was aborted, so a cell that ends in timeouts waits for all of it.
-"""
-
-COUNTERS = {
-    "prefix_cache_queries": "vllm:prefix_cache_queries_total",
-    "prefix_cache_hits": "vllm:prefix_cache_hits_total",
-    "prompt_tokens": "vllm:prompt_tokens_total",
-    "output_tokens": "vllm:generation_tokens_total",
-    "preemptions": "vllm:num_preemptions_total",
-}
-
-GAUGES = {
-    "running": "vllm:num_requests_running",
-    "waiting": "vllm:num_requests_waiting",
-    "kv_cache_usage": "vllm:kv_cache_usage_perc",
-}
-
-SAMPLE_SCHEMA = pl.Schema(
-    {
-        "shape": pl.String(),
-        "rate_rps": pl.Float64(),
-        "time_s": pl.Float64(),
-        "elapsed_s": pl.Float64(),
-        "running": pl.Float64(),
-        "waiting": pl.Float64(),
-        "kv_cache_usage": pl.Float64(),
-    }
+from oneaxis.load.server import (
+    ALIVE_EVERY_S,
+    SAMPLE_SCHEMA,
+    SETTLE_S,
+    Target,
+    increase_of,
+    read_counters,
+    require_alive_for,
+    sample_state,
+    settle,
 )
-"""The server's state about twice a second; `time_s` from the cell's start, `elapsed_s` from the sweep's."""
-
-
-class Target(Protocol):
-    """What the sweep needs of an engine (`oneaxis.serve.Engine`)."""
-
-    base_url: str
-    model_name: str
-
-    def alive(self) -> bool:
-        """Whether its process is there."""
-
-    def require_alive(self) -> None:
-        """Raise RunError with its last words when it is not."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +82,14 @@ async def _run_sweep(target: Target, plan: Plan, duration_s: float, timeout_s: f
                 in_cell = (pl.col("shape") == shape) & (pl.col("rate_rps") == rate)
                 warmups = requests_of(plan.warmups.filter(in_cell), target.model_name)
                 warm = await _watched(target, session, warmups, timeout_s, lambda record: None)
-                await _settle(target, session)
+                await settle(target, session)
                 reset = await _reset_prefix_cache(session, target.base_url)
-                before = await _counters(target, session)
+                before = await read_counters(target, session)
                 began = time.time()
                 cell_started = time.perf_counter()
-                sampler = asyncio.create_task(_sample(target, session, samples, shape, rate, cell_started, started))
+                sampler = asyncio.create_task(
+                    sample_state(target, session, samples, shape, rate, cell_started, started)
+                )
                 try:
                     requests = requests_of(arrivals, target.model_name)
                     cell = await _watched(target, session, requests, timeout_s, lambda record: bar.update() and None)
@@ -134,10 +98,10 @@ async def _run_sweep(target: Target, plan: Plan, duration_s: float, timeout_s: f
                     sampler.cancel()
                     with suppress(asyncio.CancelledError):
                         await sampler
-                idle = await _settle(target, session)
-                after = await _counters(target, session)
+                idle = await settle(target, session)
+                after = await read_counters(target, session)
                 records.extend(cell)
-                counters[shape, rate] = _increase(before, after)
+                counters[shape, rate] = increase_of(before, after)
                 conditions.append(
                     {
                         "shape": shape,
@@ -176,66 +140,8 @@ async def _watched(
         await asyncio.wait([load])
     records = load.result()
     if any(record.status in ("engine_died", "refused", "server_error", "unfinished") for record in records):
-        await _require_alive_for(target, SETTLE_S)
+        await require_alive_for(target, SETTLE_S)
     return records
-
-
-async def _metrics(target: Target, session: aiohttp.ClientSession) -> dict[str, float]:
-    """The samples of `COUNTERS` and `GAUGES` on the server's Prometheus page; parsing all of it would cost send lag.
-
-    Raises:
-        RunError: when the engine is gone, or does not answer.
-    """
-    try:
-        async with session.get(f"{target.base_url}/metrics", timeout=aiohttp.ClientTimeout(total=30)) as response:
-            response.raise_for_status()
-            page = await response.text()
-    except (aiohttp.ClientError, OSError) as error:
-        await _require_alive_for(target, SETTLE_S)
-        raise RunError(f"the engine does not answer /metrics: {type(error).__name__}: {error}") from error
-    names = (*COUNTERS.values(), *GAUGES.values())
-    return parse_metrics("".join(line for line in page.splitlines(keepends=True) if line.startswith(names)))
-
-
-async def _require_alive_for(target: Target, seconds: float) -> None:
-    """Raise its last words when the engine ends within this time: a dying one still answers, with errors."""
-    deadline = time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
-        target.require_alive()
-        await asyncio.sleep(ALIVE_EVERY_S)
-
-
-def _total(metrics: Mapping[str, float], name: str) -> float | None:
-    try:
-        return metric_total(metrics, name)
-    except KeyError:
-        return None
-
-
-async def _counters(target: Target, session: aiohttp.ClientSession) -> dict[str, float | None]:
-    metrics = await _metrics(target, session)
-    return {name: _total(metrics, metric) for name, metric in COUNTERS.items()}
-
-
-def _increase(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> dict[str, float | None]:
-    increase: dict[str, float | None] = {}
-    for name, value in after.items():
-        earlier = before[name]
-        increase[name] = None if value is None or earlier is None else value - earlier
-    return increase
-
-
-async def _settle(target: Target, session: aiohttp.ClientSession) -> bool:
-    """Wait until the engine has nothing to do: only then are its counters complete. False when it still has."""
-    deadline = time.perf_counter() + SETTLE_S
-    while True:
-        metrics = await _metrics(target, session)
-        busy = [_total(metrics, GAUGES[state]) for state in ("running", "waiting")]
-        if not any(busy):
-            return True
-        if time.perf_counter() > deadline:
-            return False
-        await asyncio.sleep(0.05)
 
 
 async def _reset_prefix_cache(session: aiohttp.ClientSession, base_url: str) -> bool:
@@ -245,29 +151,3 @@ async def _reset_prefix_cache(session: aiohttp.ClientSession, base_url: str) -> 
             return False
         answer = await response.json(content_type=None)
     return not isinstance(answer, dict) or bool(answer.get("success", True))
-
-
-async def _sample(
-    target: Target,
-    session: aiohttp.ClientSession,
-    samples: list[dict[str, Any]],
-    shape: str,
-    rate: float,
-    cell_started: float,
-    started: float,
-) -> None:
-    """Append the server's state to `samples` until cancelled. A page that does not come is a sample that is missing."""
-    while True:
-        with suppress(RunError):
-            metrics = await _metrics(target, session)
-            now = time.perf_counter()
-            samples.append(
-                {
-                    "shape": shape,
-                    "rate_rps": rate,
-                    "time_s": now - cell_started,
-                    "elapsed_s": now - started,
-                    **{name: _total(metrics, metric) for name, metric in GAUGES.items()},
-                }
-            )
-        await asyncio.sleep(SAMPLE_EVERY_S)
