@@ -56,7 +56,7 @@ def test_accounts_for_every_token_and_times_them_as_the_server_sent_them() -> No
         "even": Answer(gap_s=0.05),
         # 1, then 3 at once after a stall, then 2: six tokens in three chunks.
         "bursts": Answer(chunks=((0.1, 1), (0.3, 3), (0.05, 2))),
-        "broken-up": Answer(gap_s=0.03, glue=True),
+        "broken-up": Answer(gap_s=0.03, split="middle"),
         "one": Answer(chunks=((0.2, 1),)),
     }
     rows = [("even", 0.0, 8), ("bursts", 0.1, 6), ("broken-up", 0.15, 5), ("one", 0.2, 1)]
