@@ -39,8 +39,8 @@ def test_copies_by_kind_are_shares_in_the_order_of_the_table() -> None:
 def test_over_rate_has_a_row_for_each_number_and_none_for_what_was_not_reached() -> None:
     cell = {f"{name}_{percentile}_ms": 10.0 for name in ("ttft", "tpot") for percentile in ("p50", "p90", "p99")}
     cells = pl.DataFrame([
-        {"shape": "long", "rate_rps": 2.0, **cell, "goodput_tok_s": 5.0, "attainment": 0.5},
-        {"shape": "long", "rate_rps": 1.0, **cell, "ttft_p99_ms": None, "goodput_tok_s": 4.0, "attainment": 1.0},
+        {"shape": "long", "level_size": 2.0, **cell, "goodput_tok_s": 5.0, "attainment": 0.5},
+        {"shape": "long", "level_size": 1.0, **cell, "ttft_p99_ms": None, "goodput_tok_s": 4.0, "attainment": 1.0},
     ])  # fmt: skip
     rows = over_rate(cells).rows()
     assert rows[0] == ("long", 1.0, "TTFT, ms", "p50", 10.0)

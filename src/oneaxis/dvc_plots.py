@@ -47,10 +47,10 @@ def copies_by_kind(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
 
 
 def over_rate(cells: pl.DataFrame) -> pl.DataFrame:
-    """A sweep's cells as shape, rate_rps, panel, line, value: latency percentiles, goodput and attainment."""
+    """A sweep's cells as shape, load (requests a second), panel, line, value: latencies, goodput and attainment."""
     rows = []
-    for cell in cells.sort("shape", "rate_rps").iter_rows(named=True):
-        at = {"shape": cell["shape"], "rate_rps": cell["rate_rps"]}
+    for cell in cells.sort("shape", "level_size").iter_rows(named=True):
+        at = {"shape": cell["shape"], "load": cell["level_size"]}
         drawn = [
             (f"{latency.upper()}, ms", percentile, cell[f"{latency}_{percentile}_ms"])
             for latency in ("ttft", "tpot")

@@ -98,7 +98,10 @@ def make_up(here: Path, params: dict[str, Any], perplexity: float) -> None:
     )
     latencies = {f"{name}_{percent}_ms": 9.0 for name in ("ttft", "tpot") for percent in ("p50", "p90", "p99")}
     cells = pl.DataFrame(
-        [{"shape": "s", "rate_rps": rate, **latencies, "goodput_tok_s": 5.0, "attainment": 1.0} for rate in (1.0, 2.0)]
+        [
+            {"shape": "s", "level_size": rate, **latencies, "goodput_tok_s": 5.0, "attainment": 1.0}
+            for rate in (1.0, 2.0)
+        ]
     )
     over_rate(cells).write_csv(artifacts / "sweep" / "over_rate.csv")
     accuracy_by_scorer(read_json(artifacts / "score.metrics.json")).write_csv(artifacts / "score" / "accuracy.csv")

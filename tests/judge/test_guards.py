@@ -24,6 +24,7 @@ def requests(**faults: dict[int, object]) -> pl.DataFrame:
     rows = [
         {
             "shape": "s",
+            "level": "r0.5",
             "rate_rps": 0.5,
             "request_id": f"r{index}",
             "intended_s": float(index),
@@ -123,7 +124,7 @@ def test_5_load_fidelity() -> None:
 
 
 def summary(**changes: object) -> pl.DataFrame:
-    row = {"shape": "s", "rate_rps": 0.5, "n": N, "ok": N, "attainment": 1.0}
+    row = {"shape": "s", "level": "r0.5", "rate_rps": 0.5, "n": N, "ok": N, "attainment": 1.0}
     row |= {f"{latency}_p{percent}_ms": 1.0 for latency in ("ttft", "e2e") for percent in (50, 90, 99)}
     return pl.DataFrame([row | changes])
 

@@ -26,6 +26,7 @@ def plan(rows: Sequence[tuple[str, float, int]], prompt_tokens: int = 6) -> list
         [
             {
                 "shape": "s",
+                "level": "r1",
                 "rate_rps": 1.0,
                 "request_id": name,
                 "intended_s": intended,

@@ -18,6 +18,7 @@ def row(name: str, intended: float, times: list[float], *, asked: int | None = N
     ok = status == "ok"
     return {
         "shape": "s",
+        "level": "r1",
         "rate_rps": 1.0,
         "request_id": name,
         "intended_s": intended,
@@ -151,12 +152,12 @@ def test_goodput_from_the_intended_moment_sees_a_client_that_held_requests_back(
 def test_capacity_is_the_highest_goodput_among_rates_that_attain() -> None:
     cells = pl.DataFrame(
         [
-            ("a", 1.0, 1.0, 10.0),
-            ("a", 2.0, 0.9, 18.0),
-            ("a", 4.0, 0.89, 30.0),
-            ("b", 1.0, 0.5, 9.0),
+            ("a", "r1", 1.0, 1.0, 10.0),
+            ("a", "r2", 2.0, 0.9, 18.0),
+            ("a", "r4", 4.0, 0.89, 30.0),
+            ("b", "r1", 1.0, 0.5, 9.0),
         ],
-        schema=["shape", "rate_rps", "attainment", "goodput_tok_s"],
+        schema=["shape", "level", "rate_rps", "attainment", "goodput_tok_s"],
         orient="row",
     )
-    assert capacity(cells) == {"a": {"goodput_tok_s": 18.0, "rate_rps": 2.0}, "b": None}
+    assert capacity(cells) == {"a": {"goodput_tok_s": 18.0, "level": "r2", "rate_rps": 2.0}, "b": None}

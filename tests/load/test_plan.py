@@ -66,7 +66,7 @@ def test_every_prompt_has_its_length_and_a_start_of_its_own_in_the_whole_sweep()
     assert len(set(starts)) == len(starts) > 100
     assert sent["request_id"].n_unique() == sent.height
     assert {token for ids in sent["prompt_token_ids"].to_list() for token in ids} <= set(TEXT.tolist())
-    assert plan.warmups.group_by("shape", "rate_rps").len()["len"].to_list() == [3] * 4
+    assert plan.warmups.group_by("shape", "level").len()["len"].to_list() == [3] * 4
 
 
 def test_the_body_of_a_prompt_is_text_in_its_order() -> None:
@@ -91,7 +91,7 @@ def test_the_same_run_is_drawn_again_and_every_part_of_its_name_changes_it() -> 
 
 def test_another_rate_in_the_list_leaves_a_cell_as_it_was() -> None:
     def cell(plan: Plan) -> pl.DataFrame:
-        return plan.arrivals.filter((pl.col("shape") == "short") & (pl.col("rate_rps") == 6.0))
+        return plan.arrivals.filter((pl.col("shape") == "short") & (pl.col("level") == "r6"))
 
     assert cell(draw(load())).equals(cell(draw(load(rates_rps=[6.0, 1.0]))))
 

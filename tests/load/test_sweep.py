@@ -80,10 +80,10 @@ def test_a_clean_sweep_end_to_end(plan: Plan) -> None:
     assert sweep.requests["request_id"].to_list() == measured
     assert not set(warmups) & set(measured)
     # The server's counters over the measured requests only: 10 x 40 and 10 x 8 tokens in, 10 x 1 and 10 x 5 out.
-    counted = sweep.counters["long", 10.0]
+    counted = sweep.counters["long", "r10"]
     assert (counted["prompt_tokens"], counted["output_tokens"], counted["preemptions"]) == (400, 10, 0)
     assert (counted["prefix_cache_queries"], counted["prefix_cache_hits"]) == (400, 0)
-    assert sweep.counters["short", 10.0]["output_tokens"] == 50
+    assert sweep.counters["short", "r10"]["output_tokens"] == 50
     assert [condition["prefix_cache_reset"] for condition in sweep.conditions] == [True, True]
     assert sweep.samples.height >= 4
     assert set(sweep.samples["kv_cache_usage"]) == {0.25}

@@ -356,7 +356,8 @@ def sweep(folder: Path, draw: random.Random, params: dict[str, Any]) -> dict[str
                 first = at + 0.2 + shape["prompt_tokens"] / 500 * math.exp(draw.gauss(0, 0.3))
                 done = first + shape["output_tokens"] * 0.05
                 own.append({
-                    "shape": shape["name"], "rate_rps": float(rate), "request_id": f"{shape['name']}-{rate}-{len(own)}",
+                    "shape": shape["name"], "level": f"r{rate:g}", "rate_rps": float(rate),
+                    "request_id": f"{shape['name']}-{rate}-{len(own)}",
                     "intended_s": at, "sent_s": at + 0.001, "first_token_s": first, "done_s": done,
                     "asked_output_tokens": shape["output_tokens"], "asked_prompt_tokens": shape["prompt_tokens"],
                     "prompt_tokens": shape["prompt_tokens"], "output_tokens": shape["output_tokens"],
@@ -377,7 +378,7 @@ def sweep(folder: Path, draw: random.Random, params: dict[str, Any]) -> dict[str
     pl.DataFrame(
         {"elapsed_s": times, "running": [1.0 + i % 3 for i in range(60)], "waiting": [0.0] * 60}
     ).write_parquet(folder / "sweep" / "server_samples.parquet")
-    capacity = {"goodput_tok_s": 11.7, "rate_rps": 0.5}
+    capacity = {"goodput_tok_s": 11.7, "level": "r0.5", "rate_rps": 0.5}
     write_json(folder / "sweep" / "summary.json", {"capacity": {"prefill_heavy": capacity, "decode_heavy": None}})
     write_json(folder / "sweep" / "guards.json", [
         {"guard": 1, "name": "unique prompts", "valid": True, "evidence": {"prompts": 90, "hit_rate": 0.0},

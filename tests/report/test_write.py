@@ -87,7 +87,7 @@ def test_headline_says_what_the_metrics_say(whole: Whole) -> None:
     assert page.row("Perplexity, by quantisation")[1:] == ["15.39", "15.67", "+1.8%", "+1.2% to +2.4%", "16 sequences"]
     assert page.row("Chosen log-probability, by training")[1:] == [
         "−42.25", "−40.50", "+1.75 nats", "+1.25 to +2.25", "32 held-out pairs"]  # fmt: skip
-    row = page.row("decode_heavy", "1")
+    row = page.row("decode_heavy", "1 req/s")
     assert row[3].startswith("612 [")
     assert row[4].startswith("1,403 [")
     assert row[5:8] == ["51", "67", "23.4"]
@@ -390,7 +390,7 @@ def test_page_of_a_heavy_load_stays_small(artifacts: Make, tmp_path: Path, param
     assert (tmp_path / "out" / "report.html").stat().st_size < 1_000_000
     assert "300 of up to 4," in page.text
     counted = sum(int(page.row(shape["name"], rate)[2].replace(",", "")) for shape in params["load"]["shapes"]
-                  for rate in ("5", "15"))  # fmt: skip
+                  for rate in ("5 req/s", "15 req/s"))  # fmt: skip
     assert counted == requests
 
 

@@ -689,8 +689,8 @@ class Claim(Section):
     metric: Annotated[str, Field(pattern=r"^[a-z_]+(/[\w.-]+)+$")]
     """A flat name as in `artifacts/*.metrics.json`: `quantize/perplexity_after`, `score/openbookqa/acc_bytes`.
 
-    `rmax` and `rmin` in place of a rate stand for the highest and lowest of `load.rates_rps`, so that a claim holds
-    under another profile: `sweep/decode_heavy/rmax/tpot_p50_ms`. A plan has the name of the run."""
+    `rmax` and `rmin` in place of a level stand for the highest and lowest of the load, so that a claim holds under
+    another profile: `sweep/decode_heavy/rmax/tpot_p50_ms`. A plan has the name of the run."""
     better: Literal["lower", "higher"]
     expected: float | None = None
     """Effect expected, candidate - baseline, in the metric's unit; null: none, the comparison explores."""

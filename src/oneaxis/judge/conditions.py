@@ -21,7 +21,6 @@ from oneaxis.judge.units import CELL_LATENCY, Problem
 from oneaxis.judge.validity import differences as engine_differences
 from oneaxis.judge.validity import judge_run
 from oneaxis.load.metrics import capacity, per_request, summarise_cell
-from oneaxis.load.plan import rate_label
 from oneaxis.multirun.record import Axis
 
 STALL_MADS = 10.0
@@ -319,14 +318,14 @@ def warmed_alike(runs: Sequence[tuple[Record, Record]]) -> list[Problem]:
     for one, other in runs:
         cells = [record.results.observed("sweep").get("cells") or [] for record in (one, other)]
         facts = [
-            [(c["shape"], c["rate_rps"], c["warmup_requests"], c["warmup_ok"], c["prefix_cache_reset"]) for c in each]
+            [(c["shape"], c["level"], c["warmup_requests"], c["warmup_ok"], c["prefix_cache_reset"]) for c in each]
             for each in cells
         ]
         for a, b in zip(*facts, strict=False):
             if a != b:
                 return [invalid(
                     f"guard 13, warm-up: {one.name} and {other.name} were not warmed up alike at {a[0]} "
-                    f"{rate_label(a[1])}: {a[3]} of {a[2]} requests succeeded, and {b[3]} of {b[2]}",
+                    f"{a[1]}: {a[3]} of {a[2]} requests succeeded, and {b[3]} of {b[2]}",
                     "set load.warmup_requests for both, and see why one failed",
                 )]  # fmt: skip
     return []
@@ -497,7 +496,7 @@ def without_stalls(requests: pl.DataFrame, load: Mapping[str, Any]) -> pl.DataFr
     """The requests but for the stalled calls of each cell; failed ones stay, since they count as misses."""
     timed = per_request(requests, ServiceClass.model_validate(load["service_class"]))
     finite = pl.when(pl.col("e2e_ms").is_finite()).then(pl.col("e2e_ms"))
-    cell = ["shape", "rate_rps"]
+    cell = ["shape", "level"]
     median = finite.median().over(cell)
     deviation = (finite - median).abs().median().over(cell)
     stalled = (finite > median + STALL_MADS * 1.4826 * deviation).fill_null(False)
@@ -508,16 +507,20 @@ def _cell(requests: pl.DataFrame, metric: str) -> pl.DataFrame | None:
     match = CELL_LATENCY.match(metric)
     if not match:
         return None
-    rate = float(match["rate"][1:])
-    return requests.filter((pl.col("shape") == match["shape"]) & (pl.col("rate_rps") == rate))
+    return requests.filter((pl.col("shape") == match["shape"]) & (pl.col("level") == match["level"]))
 
 
 def _recomputed(requests: pl.DataFrame, load: Mapping[str, Any], metric: str) -> float | None:
     """The metric from the requests alone."""
     wanted = ServiceClass.model_validate(load["service_class"])
     rows = [
-        {"shape": shape, "rate_rps": rate, **summarise_cell(own, wanted, load["duration_s"])}
-        for (shape, rate), own in requests.group_by("shape", "rate_rps", maintain_order=True)
+        {
+            "shape": shape,
+            "level": level,
+            "rate_rps": own["rate_rps"][0],
+            **summarise_cell(own, wanted, load["duration_s"]),
+        }
+        for (shape, level), own in requests.group_by("shape", "level", maintain_order=True)
     ]
     if metric.endswith("/capacity_tok_s"):
         best = capacity(pl.DataFrame(rows, infer_schema_length=None))[metric.split("/")[1]]

@@ -191,8 +191,8 @@ def load_fidelity(requests: pl.DataFrame, scheduled: Mapping[str, int], max_lag_
     """Guard 5: every request was sent, and at its moment: the load generator must not shape the load.
 
     Args:
-        requests: also with `shape` and `rate_rps`.
-        scheduled: number of requests drawn for each cell, by `shape rRATE`.
+        requests: also with `shape` and `level`.
+        scheduled: number of requests drawn for each cell, by `SHAPE LEVEL`.
         max_lag_p99_ms: largest p99 of actual - intended send time, over all requests and in each cell of 100 or more.
     """
     sent = requests.filter(pl.col("sent_s").is_not_null()).with_columns(
@@ -228,11 +228,7 @@ def load_fidelity(requests: pl.DataFrame, scheduled: Mapping[str, int], max_lag_
 
 
 def _cell_name() -> pl.Expr:
-    return pl.concat_str(
-        pl.col("shape"),
-        pl.lit(" r"),
-        pl.col("rate_rps").map_elements(lambda rate: f"{rate:g}", return_dtype=pl.String),
-    )
+    return pl.concat_str("shape", "level", separator=" ")
 
 
 def _nearest_rank(values: Sequence[float], percent: int) -> float | None:
@@ -246,7 +242,7 @@ def survivors(scheduled_ids: Sequence[str], requests: pl.DataFrame, cells: pl.Da
 
     Args:
         scheduled_ids: every request that was drawn.
-        cells: the summary, one row per cell: shape, rate_rps, n, ok, attainment, `ttft_p50_ms` and the like.
+        cells: the summary, one row per cell: shape, level, n, ok, attainment, `ttft_p50_ms` and the like.
     """
     recorded = Counter(requests["request_id"].to_list())
     missing = [name for name in scheduled_ids if not recorded[name]]
@@ -257,8 +253,8 @@ def survivors(scheduled_ids: Sequence[str], requests: pl.DataFrame, cells: pl.Da
         if names:
             problems.append(f"{len(names)} requests {said}, such as {min(names)}")
     for cell in cells.iter_rows(named=True):
-        rows = requests.filter((pl.col("shape") == cell["shape"]) & (pl.col("rate_rps") == cell["rate_rps"]))
-        label = f"{cell['shape']} r{cell['rate_rps']:g}"
+        rows = requests.filter((pl.col("shape") == cell["shape"]) & (pl.col("level") == cell["level"]))
+        label = f"{cell['shape']} {cell['level']}"
         ok = rows.filter(pl.col("status") == "ok").height
         if (cell["n"], cell["ok"]) != (rows.height, ok):
             problems.append(

@@ -19,6 +19,7 @@ from oneaxis.judge.compare import Comparison, Verdict, conclude, prepare
 from oneaxis.judge.conditions import DEFAULT_SESSION
 from oneaxis.judge.records import Record, read_record
 from oneaxis.judge.statistics import holm
+from oneaxis.load.levels import level_size
 from oneaxis.multirun.record import PLAN, Axis, Plan, Point, job_folder, read_plan
 
 VERDICTS = "verdicts.json"
@@ -154,15 +155,15 @@ def headline_claims(arms: Mapping[str, Sequence[Record]], timed: bool) -> list[C
 
 
 def _timings(names: Sequence[str]) -> list[str]:
-    """Cold start, and of each shape its capacity (goodput where there is none) and the latencies at its lowest rate."""
+    """Cold start, and of each shape its capacity (goodput where there is none) and latencies at its lowest level."""
     chosen = [name for name in names if name == "serve/cold_start_s"]
     cells: dict[str, set[str]] = {}
     for name in names:
         match = units.CELL_LATENCY.match(name)
         if match:
-            cells.setdefault(match["shape"], set()).add(match["rate"])
-    for shape, rates in cells.items():
-        lowest, highest = (pick(rates, key=lambda rate: float(rate[1:])) for pick in (min, max))
+            cells.setdefault(match["shape"], set()).add(match["level"])
+    for shape, labels in cells.items():
+        lowest, highest = (pick(labels, key=level_size) for pick in (min, max))
         peak = f"sweep/{shape}/capacity_tok_s"
         wanted = [peak if peak in names else f"sweep/{shape}/{highest}/goodput_tok_s"]
         wanted += [f"sweep/{shape}/{lowest}/{latency}" for latency in ("ttft_p50_ms", "itl_p50_ms")]

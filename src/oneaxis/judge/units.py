@@ -26,13 +26,14 @@ import numpy as np
 import polars as pl
 
 from oneaxis.judge.records import Record
+from oneaxis.load.levels import LABEL, level_name
 from oneaxis.load.metrics import requests_needed
 from oneaxis.score.metrics import SCORERS
 
 Kind = Literal["perplexity", "nll", "copies", "items", "pairs", "escapes", "answers", "repetitions", "none"]
 Better = Literal["lower", "higher"]
 
-CELL_LATENCY = re.compile(r"^sweep/(?P<shape>[^/]+)/(?P<rate>r[^/]+)/(?P<name>[^/]+)$")
+CELL_LATENCY = re.compile(rf"^sweep/(?P<shape>[^/]+)/(?P<level>{LABEL})/(?P<name>[^/]+)$")
 TRAINED = re.compile(r"^train_dpo/(chosen|rejected|margin)_(logp_before|logp_after|delta)$")
 ESCAPE = re.compile(r"^train_dpo/escape_(?P<text>.+)_(?P<what>logp_before|logp_after|delta)$")
 ANSWERED = re.compile(r"^train_dpo/(?P<share>refusal|empty)_rate_(?P<when>before|after)$")
@@ -382,7 +383,7 @@ def _repetitions(metric: str, baseline: Sequence[Record], candidate: Sequence[Re
 def _not_there(metric: str, absent: Sequence[int], n: int) -> Problem:
     name = metric.rpartition("/")[2]
     why = (
-        "no rate reached an attainment of 90%" if name == "capacity_tok_s"
+        "no level reached an attainment of 90%" if name == "capacity_tok_s"
         else "not reached: it falls on a request that failed" if re.search(r"_p\d+_ms$", name)
         else "not recorded"
     )  # fmt: skip
@@ -402,7 +403,7 @@ def percentile_problem(metric: str, records: Sequence[Record], confidence: float
     if not cell or not percent:
         return None
     needed = requests_needed(int(percent[1]), confidence)
-    counts = [record.results.metrics.get(f"sweep/{cell['shape']}/{cell['rate']}/n") for record in records]
+    counts = [record.results.metrics.get(f"sweep/{cell['shape']}/{cell['level']}/n") for record in records]
     known = [int(count) for count in counts if count is not None]
     fewest = min(known, default=0)
     if len(known) == len(counts) and fewest >= needed:
@@ -411,7 +412,7 @@ def percentile_problem(metric: str, records: Sequence[Record], confidence: float
         "unresolved",
         f"a p{percent[1]} needs {needed} requests a run to be shown with {confidence:.0%} confidence; there are "
         f"{fewest}",
-        f"raise load.duration_s until {cell['shape']} at {cell['rate'][1:]} req/s has {needed} requests, "
+        f"raise load.duration_s until {cell['shape']} at {level_name(cell['level'])} has {needed} requests, "
         "or claim a lower percentile",
     )
 

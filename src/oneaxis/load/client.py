@@ -32,6 +32,7 @@ an error event. unfinished: the stream ended, or broke with the engine alive, be
 REQUEST_SCHEMA = pl.Schema(
     {
         "shape": pl.String(),
+        "level": pl.String(),
         "rate_rps": pl.Float64(),
         "request_id": pl.String(),
         "intended_s": pl.Float64(),
@@ -61,7 +62,8 @@ class Request:
     """One request, ready to be sent."""
 
     shape: str
-    rate_rps: float
+    level: str
+    rate_rps: float | None
     request_id: str
     intended_s: float
     asked_prompt_tokens: int
@@ -74,7 +76,8 @@ class Record:
     """What became of one request: a row of `REQUEST_SCHEMA`."""
 
     shape: str
-    rate_rps: float
+    level: str
+    rate_rps: float | None
     request_id: str
     intended_s: float
     asked_prompt_tokens: int
@@ -115,6 +118,7 @@ def requests_of(plan: pl.DataFrame, model_name: str) -> list[Request]:
         requests.append(
             Request(
                 shape=row["shape"],
+                level=row["level"],
                 rate_rps=row["rate_rps"],
                 request_id=row["request_id"],
                 intended_s=row["intended_s"],

@@ -16,7 +16,7 @@ value it is *not reached*, and is given as null.
 since there is no TPOT. An answer of one token where more were asked for has no TPOT, and is not good.
 **Attainment** = good / sent. **Goodput** = output tokens of good requests / window. The window runs from the cell's
 start to the planned duration or the last request's end, whichever is later. **Capacity** of a shape = its highest
-goodput over rates whose attainment is at least `CAPACITY_ATTAINMENT`.
+goodput over levels whose attainment is at least `CAPACITY_ATTAINMENT`.
 """
 
 import math
@@ -96,7 +96,7 @@ def summarise_cell(requests: pl.DataFrame, service_class: ServiceClass, duration
     """Counts, percentiles (null: not reached), attainment and goodput of one cell's requests.
 
     Args:
-        requests: all requests of one shape and rate, as recorded; at least one.
+        requests: all requests of one shape and level, as recorded; at least one.
         duration_s: the planned length of the cell.
     """
     timed = per_request(requests, service_class)
@@ -141,15 +141,15 @@ def _itl_samples(timed: pl.DataFrame) -> list[float]:
     return samples
 
 
-def capacity(cells: pl.DataFrame) -> dict[str, dict[str, float] | None]:
-    """Per shape, `{goodput_tok_s, rate_rps}` of its capacity, or None when no rate attained enough.
+def capacity(cells: pl.DataFrame) -> dict[str, dict[str, Any] | None]:
+    """Per shape, `{goodput_tok_s, level, rate_rps}` of its capacity, or None when no level attained enough.
 
     Args:
-        cells: one row per cell with shape, rate_rps, attainment, goodput_tok_s.
+        cells: one row per cell with shape, level, rate_rps, attainment, goodput_tok_s.
     """
-    found: dict[str, dict[str, float] | None] = {}
+    found: dict[str, dict[str, Any] | None] = {}
     for shape in cells["shape"].unique(maintain_order=True):
         held = cells.filter((pl.col("shape") == shape) & (pl.col("attainment") >= CAPACITY_ATTAINMENT))
         best = held.sort("goodput_tok_s", descending=True).head(1).to_dicts()
-        found[shape] = {key: best[0][key] for key in ("goodput_tok_s", "rate_rps")} if best else None
+        found[shape] = {key: best[0][key] for key in ("goodput_tok_s", "level", "rate_rps")} if best else None
     return found

@@ -7,9 +7,10 @@ as it must be; rescaling the gaps to a fixed count would not be Poisson) or a co
 prompts of a sweep, warm-up included, have the same head, so none shares its first tokens with another, and a prefix
 cache, which stores whole blocks chained from the first token, has nothing to reuse. Guard 1 proves it afterwards.
 
-Every draw is keyed by the run (seed, session, repetition), the cell (shape, rate) and the purpose: two arms of one
-session and repetition get the same arrivals and the same prompts, so that they can be compared as pairs, and adding a
-rate changes no other cell.
+A **cell** of a sweep is a shape under a level of load; the label of a level names it in tables and metrics: `r2` is 2
+requests a second. Every draw is keyed by the run (seed, session, repetition), the cell (shape, level) and the purpose:
+two arms of one session and repetition get the same arrivals and the same prompts, so that they can be compared as
+pairs, and adding a level changes no other cell.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ import polars as pl
 
 from oneaxis.config.schema import Load
 from oneaxis.errors import UserError
+from oneaxis.load.levels import levels
 
 HEAD_TOKENS = 4
 """Random tokens that a prompt starts with. Shorter than any engine's cache block (8 tokens or more)."""
@@ -32,6 +34,7 @@ TEXT_TOKENS = 1 << 17
 PLAN_SCHEMA = pl.Schema(
     {
         "shape": pl.String(),
+        "level": pl.String(),
         "rate_rps": pl.Float64(),
         "request_id": pl.String(),
         "intended_s": pl.Float64(),
@@ -39,7 +42,8 @@ PLAN_SCHEMA = pl.Schema(
         "asked_output_tokens": pl.Int64(),
     }
 )
-"""One row per request to be sent; `intended_s` counts from the start of the request's cell."""
+"""One row per request to be sent; `intended_s` counts from the start of the request's cell, and `rate_rps` is the mean
+rate that the cell offers, null where it offers none."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,8 @@ def draw_plan(load: Load, text: np.ndarray, *, seed: int, session: str, repetiti
     arrivals: list[dict[str, object]] = []
     warmups: list[dict[str, object]] = []
     for shape in load.shapes:
-        for rate in load.rates_rps:
-            cell = (*run, shape.name, rate)
+        for level, rate in zip(levels(load), load.rates_rps, strict=True):
+            cell = (*run, shape.name, level)
             times = draw_arrivals(load.arrival, rate, load.duration_s, _generator(*cell, "arrivals"))
             if len(times) == 0:
                 raise UserError(
@@ -119,19 +123,15 @@ def draw_plan(load: Load, text: np.ndarray, *, seed: int, session: str, repetiti
                     rows.append(
                         {
                             "shape": shape.name,
-                            "rate_rps": float(rate),
-                            "request_id": f"{label}{shape.name}-{rate_label(rate)}-{index:05d}",
+                            "level": level,
+                            "rate_rps": rate,
+                            "request_id": f"{label}{shape.name}-{level}-{index:05d}",
                             "intended_s": float(intended_s),
                             "prompt_token_ids": prompt,
                             "asked_output_tokens": shape.output_tokens,
                         }
                     )
     return Plan(pl.DataFrame(arrivals, schema=PLAN_SCHEMA), pl.DataFrame(warmups, schema=PLAN_SCHEMA))
-
-
-def rate_label(rate_rps: float) -> str:
-    """A rate in names of requests and metrics: `r0.5`."""
-    return f"r{rate_rps:g}"
 
 
 def draw_arrivals(arrival: str, rate_rps: float, duration_s: float, generator: np.random.Generator) -> np.ndarray:

@@ -37,6 +37,7 @@ GAUGES = {
 SAMPLE_SCHEMA = pl.Schema(
     {
         "shape": pl.String(),
+        "level": pl.String(),
         "rate_rps": pl.Float64(),
         "time_s": pl.Float64(),
         "elapsed_s": pl.Float64(),
@@ -123,20 +124,22 @@ async def sample_state(
     target: Target,
     session: aiohttp.ClientSession,
     samples: list[dict[str, Any]],
-    shape: str,
-    rate: float,
+    cell_name: Mapping[str, Any],
     cell_started: float,
     started: float,
 ) -> None:
-    """Append the server's state to `samples` until cancelled. A page that does not come is a sample that is missing."""
+    """Append the server's state to `samples` until cancelled. A page that does not come is a sample that is missing.
+
+    Args:
+        cell_name: the cell's shape, level and rate_rps, for every sample.
+    """
     while True:
         with suppress(RunError):
             metrics = await read_metrics(target, session)
             now = time.perf_counter()
             samples.append(
                 {
-                    "shape": shape,
-                    "rate_rps": rate,
+                    **cell_name,
                     "time_s": now - cell_started,
                     "elapsed_s": now - started,
                     **{name: _total(metrics, metric) for name, metric in GAUGES.items()},

@@ -7,6 +7,7 @@ import polars as pl
 
 from oneaxis.config.schema import Guards, Load
 from oneaxis.judge import guards
+from oneaxis.load.levels import level_name, level_size
 from oneaxis.load.metrics import (
     CAPACITY_ATTAINMENT,
     HEADLINE_PERCENTILE,
@@ -16,7 +17,7 @@ from oneaxis.load.metrics import (
     requests_needed,
     summarise_cell,
 )
-from oneaxis.load.plan import Plan, rate_label
+from oneaxis.load.plan import Plan
 from oneaxis.load.sweep import Sweep
 
 CELL_METRICS = (
@@ -36,12 +37,14 @@ CELL_METRICS = (
 def summarise(sweep: Sweep, load: Load) -> pl.DataFrame:
     """One row per cell: `summarise_cell`, the increases of the server's counters, and `prefix_hit_rate`."""
     rows = []
-    for (shape, rate), requests in sweep.requests.group_by("shape", "rate_rps", maintain_order=True):
-        counted = sweep.counters[shape, rate]
+    for (shape, level), requests in sweep.requests.group_by("shape", "level", maintain_order=True):
+        counted = sweep.counters[shape, level]
         rows.append(
             {
                 "shape": shape,
-                "rate_rps": rate,
+                "level": level,
+                "level_size": level_size(level),
+                "rate_rps": requests["rate_rps"][0],
                 **summarise_cell(requests, load.service_class, load.duration_s),
                 "prefix_hit_rate": hit_rate(counted["prefix_cache_hits"], counted["prefix_cache_queries"]),
                 **{f"server_{name}": value for name, value in counted.items()},
@@ -72,10 +75,10 @@ def judge(
         differences: what the engine runs otherwise than asked (`realised_config`).
         lease: of the device, as provenance records it; None when none was held.
     """
-    labels = [f"{shape} {rate_label(rate)}" for shape, rate in cells.select("shape", "rate_rps").iter_rows()]
+    labels = [f"{shape} {level}" for shape, level in cells.select("shape", "level").iter_rows()]
     prompts = [*plan.arrivals["prompt_token_ids"].to_list(), *plan.warmups["prompt_token_ids"].to_list()]
-    planned = plan.arrivals.group_by("shape", "rate_rps", maintain_order=True).len()
-    scheduled = {f"{shape} {rate_label(rate)}": count for shape, rate, count in planned.iter_rows()}
+    planned = plan.arrivals.group_by("shape", "level", maintain_order=True).len()
+    scheduled = {f"{shape} {level}": count for shape, level, count in planned.iter_rows()}
     return [
         guards.unique_prompts(
             prompts, dict(zip(labels, cells["prefix_hit_rate"], strict=True)), bounds.max_prefix_hit_rate
@@ -143,7 +146,7 @@ def flat_metrics(cells: pl.DataFrame, verdicts: Sequence[guards.Guard]) -> dict[
         ),
     }
     for cell in cells.iter_rows(named=True):
-        prefix = f"sweep/{cell['shape']}/{rate_label(cell['rate_rps'])}"
+        prefix = f"sweep/{cell['shape']}/{cell['level']}"
         metrics.update({f"{prefix}/{name}": cell[name] for name in CELL_METRICS})
     for shape, best in capacity(cells).items():
         metrics[f"sweep/{shape}/capacity_tok_s"] = best["goodput_tok_s"] if best else None
@@ -159,13 +162,13 @@ def report_lines(document: Mapping[str, Any], verdicts: Sequence[guards.Guard]) 
         )  # fmt: skip
         on = " (on TTFT alone: one output token)" if cell["judged_on"] == ["ttft"] else ""
         lines.append(
-            f"{cell['shape']} at {cell['rate_rps']:g} req/s: n {cell['n']}, failed {cell['failed']}, "
+            f"{cell['shape']} at {level_name(cell['level'])}: n {cell['n']}, failed {cell['failed']}, "
             f"TTFT p{HEADLINE_PERCENTILE} {_ms(cell, 'ttft')}, TPOT p{HEADLINE_PERCENTILE} {_ms(cell, 'tpot')}, "
             f"goodput {cell['goodput_tok_s']:.1f} tok/s, attainment {cell['attainment']:.0%}{on}{supported}"
         )
     for shape, best in document["capacity"].items():
-        found = f"{best['goodput_tok_s']:.1f} tok/s at {best['rate_rps']:g} req/s" if best else (
-            f"none: no rate reached an attainment of {CAPACITY_ATTAINMENT:.0%}"
+        found = f"{best['goodput_tok_s']:.1f} tok/s at {level_name(best['level'])}" if best else (
+            f"none: no level reached an attainment of {CAPACITY_ATTAINMENT:.0%}"
         )  # fmt: skip
         lines.append(f"{shape}: capacity {found}")
     failed = [guard for guard in verdicts if not guard.valid]

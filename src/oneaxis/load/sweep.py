@@ -1,4 +1,4 @@
-"""A sweep of cells (shape x rate) against a running engine: from the plan to one row per request and server counters.
+"""A sweep of cells (shape x level) against a running engine: from the plan to one row per request and server counters.
 
 Each cell: its own warm-up, a reset of the prefix cache, the server's counters, the load, the drain, the counters again.
 A cell ends when its last request has ended, at the latest `request_timeout_s` after the last was to be sent. An engine
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from oneaxis.errors import RunError
 from oneaxis.load.client import Record, Request, open_session, request_table, requests_of, send_all
-from oneaxis.load.plan import Plan, rate_label
+from oneaxis.load.plan import Plan
 from oneaxis.load.server import (
     ALIVE_EVERY_S,
     SAMPLE_SCHEMA,
@@ -43,7 +43,7 @@ class Sweep:
     """One row per request, in the order of the plan."""
     samples: pl.DataFrame
     """`SAMPLE_SCHEMA`."""
-    counters: dict[tuple[str, float], dict[str, float | None]]
+    counters: dict[tuple[str, str], dict[str, float | None]]
     """Increase of each of `COUNTERS` over a cell; None where the server has no such counter."""
     conditions: list[dict[str, Any]]
     """Per cell: warm-up requests that succeeded, whether the prefix cache was reset, and when it began."""
@@ -72,14 +72,15 @@ def run_sweep(target: Target, plan: Plan, *, duration_s: float, timeout_s: float
 async def _run_sweep(target: Target, plan: Plan, duration_s: float, timeout_s: float) -> Sweep:
     records: list[Record] = []
     samples: list[dict[str, Any]] = []
-    counters: dict[tuple[str, float], dict[str, float | None]] = {}
+    counters: dict[tuple[str, str], dict[str, float | None]] = {}
     conditions: list[dict[str, Any]] = []
     started = time.perf_counter()
     async with open_session() as session:
         with tqdm(total=plan.arrivals.height, desc="sweep", unit="request", file=sys.stderr) as bar:
-            for (shape, rate), arrivals in plan.arrivals.group_by("shape", "rate_rps", maintain_order=True):
-                bar.set_description(f"sweep {shape} {rate_label(rate)}")
-                in_cell = (pl.col("shape") == shape) & (pl.col("rate_rps") == rate)
+            for (shape, level), arrivals in plan.arrivals.group_by("shape", "level", maintain_order=True):
+                bar.set_description(f"sweep {shape} {level}")
+                in_cell = (pl.col("shape") == shape) & (pl.col("level") == level)
+                cell_name = {"shape": shape, "level": level, "rate_rps": arrivals["rate_rps"][0]}
                 warmups = requests_of(plan.warmups.filter(in_cell), target.model_name)
                 warm = await _watched(target, session, warmups, timeout_s, lambda record: None)
                 await settle(target, session)
@@ -87,9 +88,7 @@ async def _run_sweep(target: Target, plan: Plan, duration_s: float, timeout_s: f
                 before = await read_counters(target, session)
                 began = time.time()
                 cell_started = time.perf_counter()
-                sampler = asyncio.create_task(
-                    sample_state(target, session, samples, shape, rate, cell_started, started)
-                )
+                sampler = asyncio.create_task(sample_state(target, session, samples, cell_name, cell_started, started))
                 try:
                     requests = requests_of(arrivals, target.model_name)
                     cell = await _watched(target, session, requests, timeout_s, lambda record: bar.update() and None)
@@ -101,11 +100,10 @@ async def _run_sweep(target: Target, plan: Plan, duration_s: float, timeout_s: f
                 idle = await settle(target, session)
                 after = await read_counters(target, session)
                 records.extend(cell)
-                counters[shape, rate] = increase_of(before, after)
+                counters[shape, level] = increase_of(before, after)
                 conditions.append(
                     {
-                        "shape": shape,
-                        "rate_rps": rate,
+                        **cell_name,
                         "began_at_s": began,
                         "warmup_requests": len(warm),
                         "warmup_ok": sum(record.status == "ok" for record in warm),

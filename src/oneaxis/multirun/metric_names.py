@@ -1,15 +1,14 @@
 """Which metrics a run will have, from its settings: a claim on any other is refused before the run.
 
-Two names in a claim stand for a cell of the sweep whatever its rates are, so that a claim survives `profile=tiny`:
-`sweep/<shape>/rmax/...` is the highest of `load.rates_rps`, `sweep/<shape>/rmin/...` the lowest.
+Two names in a claim stand for a cell of the sweep whatever its levels are, so that a claim survives `profile=tiny`:
+`sweep/<shape>/rmax/...` is the highest level of the load, `sweep/<shape>/rmin/...` the lowest.
 """
 
 import re
-from collections.abc import Iterable
 
 from oneaxis.config import Config
-from oneaxis.config.schema import Score
-from oneaxis.load.plan import rate_label
+from oneaxis.config.schema import Load, Score
+from oneaxis.load.levels import level_size, levels
 from oneaxis.load.summary import CELL_METRICS
 from oneaxis.sample.rules import KINDS
 from oneaxis.score.contexts import premises_of
@@ -30,13 +29,13 @@ SAMPLED = ("prompts", "prompts_all_pass", "prompts_all_fail", "prompts_without_p
 QUANTIZE = ("fold_error_max", "weight_error_max", "output_error_max", "num_quantized_linears")
 
 
-def cell_metric(metric: str, rates_rps: Iterable[float]) -> str:
-    """`metric` with `rmax` and `rmin` replaced by the cell that they stand for at these rates."""
-    rates = sorted(rates_rps)
+def cell_metric(metric: str, load: Load) -> str:
+    """`metric` with `rmax` and `rmin` replaced by the level that they stand for in this load."""
     named = re.fullmatch(r"(sweep/[^/]+/)(rmax|rmin)(/.+)", metric)
     if not named:
         return metric
-    return named[1] + rate_label(rates[-1] if named[2] == "rmax" else rates[0]) + named[3]
+    pick = max if named[2] == "rmax" else min
+    return named[1] + pick(levels(load), key=level_size) + named[3]
 
 
 def metric_names(config: Config, stage: str) -> set[str]:
@@ -67,11 +66,11 @@ def _names(config: Config, stage: str) -> set[str]:
             times = ("before", "after", "after_float32", *(("source",) if config.train.sft.epochs else ()))
             escapes = [f"escape_{name}" for name in config.train.probes.texts]
             shares = ["refusal_rate", "empty_rate"] if config.train.probes.answers else []
-            levels = {f"{side}_logp_{when}" for side in ("chosen", "rejected", *escapes) for when in times}
-            levels |= {f"{share}_{when}" for share in shares for when in ("before", "after")}
+            logps = {f"{side}_logp_{when}" for side in ("chosen", "rejected", *escapes) for when in times}
+            logps |= {f"{share}_{when}" for share in shares for when in ("before", "after")}
             deltas = {f"{side}_delta{end}" for side in ("chosen", "rejected", "margin", *escapes, *shares)
                       for end in ("", "_ci_low", "_ci_high")}  # fmt: skip
-            return {"steps", "stopped_early"} | levels | deltas
+            return {"steps", "stopped_early"} | logps | deltas
         case "calibrate":
             return set(CALIBRATE) | (set(CALIBRATE_COPIES) if config.calibrate.copying.sequences else set())
         case "quantize":
@@ -85,7 +84,7 @@ def _names(config: Config, stage: str) -> set[str]:
             return {"cold_start_s", "config_differences", "smoke_ok", "kv_cache_tokens"}
         case "sweep":
             shapes = [shape.name for shape in config.load.shapes]
-            cells = {f"{shape}/{rate_label(rate)}/{name}" for shape in shapes for rate in config.load.rates_rps
+            cells = {f"{shape}/{level}/{name}" for shape in shapes for level in levels(config.load)
                      for name in CELL_METRICS}  # fmt: skip
             return {"valid", "requests", "failed", "prefix_hit_rate"} | cells | {f"{s}/capacity_tok_s" for s in shapes}
         case "score":

@@ -560,7 +560,7 @@ def _concrete_claims(
 
     claims = []
     for claim in composed[0].config.experiment.claims:
-        metric = cell_metric(claim.metric, composed[0].config.load.rates_rps)
+        metric = cell_metric(claim.metric, composed[0].config.load)
         for point, one, stages in zip(points, composed, reached, strict=True):
             _check_metric(claim.metric, metric, point.name, one.config, stages)
         usual = better_of(metric)
@@ -583,9 +583,9 @@ def _check_metric(written: str, metric: str, point: str, config: Config, stages:
     if stage not in stages:
         raise UserError(f"{where}: {stage} does not run in {point} ({', '.join(stages)}); allowed: a metric of "
                         "these, or experiment.targets that reach it")  # fmt: skip
-    if cell_metric(written, config.load.rates_rps) != metric:
-        raise UserError(f"{where}: is {cell_metric(written, config.load.rates_rps)} in {point} and {metric} in the "
-                        "baseline, which cannot be compared; allowed: a rate that both have")  # fmt: skip
+    if cell_metric(written, config.load) != metric:
+        raise UserError(f"{where}: is {cell_metric(written, config.load)} in {point} and {metric} in the "
+                        "baseline, which cannot be compared; allowed: a level that both have")  # fmt: skip
     names = metric_names(config, stage)
     if metric not in names:
         close = get_close_matches(metric, sorted(names), n=3, cutoff=0.5) or sorted(names)[:3]

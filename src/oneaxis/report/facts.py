@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from oneaxis.config.schema import Load
 from oneaxis.judge.validity import Validity
+from oneaxis.load.levels import level_name, level_size, levels
 from oneaxis.report import displaced, quantisation, text
 from oneaxis.report.results import Results
 from oneaxis.report.tables import Table
@@ -25,15 +27,15 @@ SCORERS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A shape under a rate, with its metrics by their short names (`ttft_p50_ms`)."""
+    """A shape under a level of load, with its metrics by their short names (`ttft_p50_ms`)."""
 
     shape: str
-    rate_rps: float
+    level: str
     numbers: Mapping[str, float]
 
     @property
     def name(self) -> str:
-        return f"{self.shape}, {self.rate_rps:g} req/s"
+        return f"{self.shape}, {level_name(self.level)}"
 
 
 def question(results: Results) -> str:
@@ -148,36 +150,38 @@ def quality_and_preference(results: Results) -> Table:
 
 
 def cells(results: Results) -> list[Cell]:
-    """The cells of the sweep in the order of shapes and rates, read from the metrics."""
-    found = []
-    load = results.section("load")
-    for shape in load.get("shapes", []):
-        for rate in sorted(load.get("rates_rps", [])):
-            prefix = f"sweep/{shape['name']}/r{rate:g}/"
+    """The cells of the sweep in the order of shapes and levels, read from the metrics."""
+    found: list[Cell] = []
+    if not results.section("load"):
+        return found
+    load = Load.model_validate(results.section("load"))
+    for shape in load.shapes:
+        for level in sorted(levels(load), key=level_size):
+            prefix = f"sweep/{shape.name}/{level}/"
             numbers = {key.removeprefix(prefix): value for key, value in results.metrics.items()
                        if key.startswith(prefix)}  # fmt: skip
             if numbers:
-                found.append(Cell(shape["name"], rate, numbers))
+                found.append(Cell(shape.name, level, numbers))
     return found
 
 
-def latency(results: Results, intervals: Mapping[tuple[str, float], Mapping[str, str]]) -> Table:
-    """TTFT, ITL, goodput and attainment per shape and rate. `intervals` adds what the requests themselves bound."""
+def latency(results: Results, intervals: Mapping[tuple[str, str], Mapping[str, str]]) -> Table:
+    """TTFT, ITL, goodput and attainment per shape and level. `intervals` adds what the requests themselves bound."""
     rows, tones = [], []
     for cell in cells(results):
-        n, around = cell.numbers, intervals.get((cell.shape, cell.rate_rps), {})
+        n, around = cell.numbers, intervals.get((cell.shape, cell.level), {})
         ttft = {
             p: text.milliseconds(n[f"ttft_{p}_ms"]) if f"ttft_{p}_ms" in n else "not reached" for p in ("p50", "p90")
         }
-        rows.append([cell.shape, f"{cell.rate_rps:g}", around.get("n", text.count(n.get("n"))),
+        rows.append([cell.shape, level_name(cell.level), around.get("n", text.count(n.get("n"))),
                      f"{ttft['p50']}{around.get('ttft_p50', '')}", f"{ttft['p90']}{around.get('ttft_p90', '')}",
                      text.milliseconds(n.get("itl_p50_ms")), text.milliseconds(n.get("itl_p90_ms")),
                      text.number(n.get("goodput_tok_s")),
                      f"{text.percent(n.get('attainment'), 0)}{around.get('attainment', '')}"])  # fmt: skip
         tones.append("bad" if n.get("attainment", 1.0) < 0.9 else "")
     return Table(
-        head=("Shape", "req/s", "n", "TTFT p50 ms", "TTFT p90 ms", "ITL p50 ms", "ITL p90 ms", "goodput tok/s",
-              "attainment"), rows=rows, align="lrrrrrrrr", tones=tones, caption="Latency and goodput",
+        head=("Shape", "load", "n", "TTFT p50 ms", "TTFT p90 ms", "ITL p50 ms", "ITL p90 ms", "goodput tok/s",
+              "attainment"), rows=rows, align="llrrrrrrr", tones=tones, caption="Latency and goodput",
         note="In brackets: 95% intervals; “?” where so few requests bound no upper end. A failed request is a miss.",
     )  # fmt: skip
 
@@ -229,7 +233,7 @@ def findings(results: Results) -> list[str]:
         capacity = (results.document("sweep", "summary.json") or {}).get("capacity", {})
         shapes = [shape for shape in dict.fromkeys(cell.shape for cell in measured) if shape in capacity]
         each = [
-            f"{shape} {text.number(best['goodput_tok_s'])} tokens/s at {best['rate_rps']:g} req/s"
+            f"{shape} {text.number(best['goodput_tok_s'])} tokens/s at {level_name(best['level'])}"
             if (best := capacity[shape])
             else f"{shape} none"
             for shape in shapes

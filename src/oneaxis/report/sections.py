@@ -12,6 +12,7 @@ import polars as pl
 from oneaxis.config.schema import ServiceClass
 from oneaxis.judge.shares import share_interval
 from oneaxis.judge.validity import differences
+from oneaxis.load.levels import level_name, level_size
 from oneaxis.load.metrics import per_request, requests_needed
 from oneaxis.report import displaced, filtering, plots, quantisation, sampled, scores, text
 from oneaxis.report.facts import SCORERS, Cell, cells
@@ -129,21 +130,19 @@ def preference(results: Results) -> Section:
     return section
 
 
-def cell_requests(results: Results) -> dict[tuple[str, float], pl.DataFrame]:
+def cell_requests(results: Results) -> dict[tuple[str, str], pl.DataFrame]:
     """The requests of each cell, with `ttft_ms` (infinite for one that failed) and `good`."""
     requests = results.table("sweep", "requests.parquet")
     if requests is None:
         return {}
     requests = per_request(requests, ServiceClass(**results.section("load")["service_class"]))
     return {
-        (cell.shape, cell.rate_rps): requests.filter(
-            (pl.col("shape") == cell.shape) & (pl.col("rate_rps") == cell.rate_rps)
-        )
+        (cell.shape, cell.level): requests.filter((pl.col("shape") == cell.shape) & (pl.col("level") == cell.level))
         for cell in cells(results)
     }
 
 
-def latency_intervals(results: Results) -> dict[tuple[str, float], dict[str, str]]:
+def latency_intervals(results: Results) -> dict[tuple[str, str], dict[str, str]]:
     """What the requests of each cell bound: n, TTFT p50 and p90, attainment, each as bracketed text."""
     found = {}
     for key, requests in cell_requests(results).items():
@@ -171,7 +170,8 @@ def latency(results: Results) -> Section:
     by_cell = cell_requests(results)
     target = results.section("load").get("service_class", {})
     if by_cell:
-        named = {f"{shape}, {rate:g} req/s": requests for (shape, rate), requests in by_cell.items() if requests.height}
+        named = {f"{shape}, {level_name(level)}": requests for (shape, level), requests in by_cell.items()
+                 if requests.height}  # fmt: skip
         section.plots.append(plots.ecdf({name: requests["ttft_ms"].to_list() for name, requests in named.items()},
                                         target.get("ttft_ms")))  # fmt: skip
         section.plots.append(_against_rate(results, measured))
@@ -193,10 +193,12 @@ def _bars(requests: pl.DataFrame) -> list[tuple[float, float | None, float | Non
 def _against_rate(results: Results, measured: Sequence[Cell]) -> Plot:
     shapes: dict[str, list[tuple[float, float, float]]] = {}
     for cell in measured:
-        point = (cell.rate_rps, cell.numbers.get("goodput_tok_s", 0.0), cell.numbers.get("attainment", 0.0))
+        point = (level_size(cell.level), cell.numbers.get("goodput_tok_s", 0.0), cell.numbers.get("attainment", 0.0))
         shapes.setdefault(cell.shape, []).append(point)
     found = (results.document("sweep", "summary.json") or {}).get("capacity", {})
-    capacity = {shape: (best["rate_rps"], best["goodput_tok_s"]) if best else None for shape, best in found.items()}
+    capacity = {
+        shape: (level_size(best["level"]), best["goodput_tok_s"]) if best else None for shape, best in found.items()
+    }
     return plots.against_rate(shapes, capacity)
 
 
@@ -208,20 +210,20 @@ def _engine_queue(results: Results) -> dict[str, tuple[Sequence[float], Sequence
     return {name: (known["elapsed_s"].to_list(), known[name].to_list()) for name in ("running", "waiting")}
 
 
-def _percentiles(measured: Sequence[Cell], by_cell: Mapping[tuple[str, float], pl.DataFrame]) -> Table:
+def _percentiles(measured: Sequence[Cell], by_cell: Mapping[tuple[str, str], pl.DataFrame]) -> Table:
     rows = []
     for cell in measured:
-        requests = by_cell.get((cell.shape, cell.rate_rps))
+        requests = by_cell.get((cell.shape, cell.level))
         n = requests.height if requests is not None else int(cell.numbers.get("n", 0))
         for quantity in ("ttft", "itl", "tpot", "e2e"):
             values = [cell.numbers.get(f"{quantity}_{p}_ms") for p in ("p50", "p90", "p99")]
             if any(value is not None for value in values):
                 # ITL has many gaps a request, but they are not independent: the requests are what counts.
                 p99 = text.milliseconds(values[2]) + ("" if n >= requests_needed(99) else " *")
-                rows.append([cell.shape, f"{cell.rate_rps:g}", quantity.upper(), text.milliseconds(values[0]),
+                rows.append([cell.shape, level_name(cell.level), quantity.upper(), text.milliseconds(values[0]),
                              text.milliseconds(values[1]), p99, text.count(n)])  # fmt: skip
     return Table(
-        ("Shape", "req/s", "quantity", "p50 ms", "p90 ms", "p99 ms", "n"), rows, "lrlrrrr", caption="Percentiles",
+        ("Shape", "load", "quantity", "p50 ms", "p90 ms", "p99 ms", "n"), rows, "lllrrrr", caption="Percentiles",
         note=f"* A p99 with 95% confidence needs {requests_needed(99)} requests (a p90 {requests_needed(90)}): read "
         "it as the slowest that was seen.", folded=True,
     )  # fmt: skip
