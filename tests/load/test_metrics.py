@@ -5,10 +5,19 @@ import math
 import numpy as np
 import polars as pl
 import pytest
+from scipy.stats import binomtest
 
 from oneaxis.config.schema import ServiceClass
 from oneaxis.load.client import REQUEST_SCHEMA
-from oneaxis.load.metrics import capacity, inter_token_ms, per_request, percentile, requests_needed, summarise_cell
+from oneaxis.load.metrics import (
+    attained_by_class,
+    capacity,
+    inter_token_ms,
+    per_request,
+    percentile,
+    requests_needed,
+    summarise_cell,
+)
 
 CLASS = ServiceClass(ttft_ms=500.0, tpot_ms=100.0)
 
@@ -161,3 +170,41 @@ def test_capacity_is_the_highest_goodput_among_rates_that_attain() -> None:
         orient="row",
     )
     assert capacity(cells) == {"a": {"goodput_tok_s": 18.0, "level": "r2", "rate_rps": 2.0}, "b": None}
+
+
+def test_percentiles_attainment_and_goodput_of_a_cell_have_intervals() -> None:
+    # 60 requests; TTFT 10, 20, ... 600 ms: 50 of 60 are good, with 3 tokens each in 10 s.
+    times = [(k / 10, k / 10 + 0.01 * (k + 1)) for k in range(60)]
+    requests = table(*(row(f"a{k}", at, [first, first + 0.01, first + 0.02]) for k, (at, first) in enumerate(times)))
+    cell = summarise_cell(requests, CLASS, 10.0)
+    # Binomial(60, 0.5): P(B <= 21) = 0.0137, P(B <= 22) = 0.0259; P(B <= 37) = 0.9741, P(B <= 38) = 0.9863.
+    assert cell["ttft_p50_ms"] == pytest.approx(300)
+    assert (cell["ttft_p50_low_ms"], cell["ttft_p50_high_ms"]) == pytest.approx((220, 390))
+    # Binomial(60, 0.99): P(B = 60) = 0.547: no upper end.
+    assert cell["ttft_p99_high_ms"] is None
+    exact = binomtest(50, 60).proportion_ci(0.95, method="exact")
+    assert cell["attainment"] == pytest.approx(50 / 60)
+    assert (cell["attainment_low"], cell["attainment_high"]) == pytest.approx((exact.low, exact.high))
+    assert cell["goodput_tok_s"] == pytest.approx(15)
+    # All answers have 3 tokens: goodput is attainment's binomial, times 18 tokens/s.
+    assert cell["goodput_low_tok_s"] == pytest.approx(18 * exact.low, rel=0.03)
+    assert cell["goodput_high_tok_s"] == pytest.approx(18 * exact.high, rel=0.03)
+    # All are good: a bootstrap would say 18 to 18.
+    sure = summarise_cell(table(*(row(f"a{k}", k / 10, [k / 10 + 0.1] * 2) for k in range(60))), CLASS, 10.0)
+    assert sure["goodput_low_tok_s"] == pytest.approx(12 * 0.025 ** (1 / 60))
+
+
+def test_each_request_is_held_to_its_own_class() -> None:
+    classes = {"fast": ServiceClass(ttft_ms=150.0, tpot_ms=100.0), "slow": ServiceClass(ttft_ms=900.0, tpot_ms=300.0)}
+    requests = table(
+        row("a", 0.0, [0.1, 0.15, 0.2]),  # fast: TTFT 100, TPOT 50
+        row("b", 0.0, [0.2, 0.25, 0.3]),  # fast: TTFT 200 is too late
+        row("c", 0.0, [0.8, 1.0, 1.2]),  # slow: 800 and 200
+        row("d", 0.0, [], asked=3, status="timeout"),  # slow, never came
+    ).with_columns(service_class=pl.Series(["fast", "fast", "slow", "slow"]))
+    assert per_request(requests, classes)["good"].to_list() == [True, False, True, False]
+    each = attained_by_class(requests, classes, 10.0)
+    assert {name: (own["n"], own["attainment"], own["goodput_tok_s"]) for name, own in each.items()} == {
+        "fast": (2, 0.5, 0.3), "slow": (2, 0.5, 0.3)
+    }  # fmt: skip
+    assert summarise_cell(requests, classes, 10.0)["goodput_tok_s"] == pytest.approx(0.6)

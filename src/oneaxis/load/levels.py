@@ -25,3 +25,8 @@ def level_size(label: str) -> float:
 def level_name(label: str) -> str:
     """A level as a person reads it: `2 req/s`."""
     return f"{level_size(label):g} req/s"
+
+
+def at_one_rate(label: str) -> bool:
+    """Whether requests come on a clock at one mean rate all through, so that a queue that grows means overload."""
+    return label.startswith(("r", "x")) and not label.startswith("ramp")

@@ -12,21 +12,32 @@ Per request, in milliseconds, counted from the *intended* send time, so that wai
 never came is an infinite ITL sample. A percentile is a nearest-rank order statistic; when it falls on an infinite
 value it is *not reached*, and is given as null.
 
-**Good** is a request that succeeded within the service class: TTFT and TPOT; where one token was asked for, TTFT alone,
+**Good** is a request that succeeded within its service class: TTFT and TPOT; where one token was asked for, TTFT alone,
 since there is no TPOT. An answer of one token where more were asked for has no TPOT, and is not good.
 **Attainment** = good / sent. **Goodput** = output tokens of good requests / window. The window runs from the cell's
 start to the planned duration or the last request's end, whichever is later. **Capacity** of a shape = its highest
 goodput over levels whose attainment is at least `CAPACITY_ATTAINMENT`.
+
+Each stands with a 95% interval (`intervals.py`). A percentile of fewer than `requests_needed` requests is given, and is
+no claim: whoever prints it says so, and a verdict on it is refused. A cell in which the queue grew says so
+(`saturation.py`): its percentiles depend on its length.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import polars as pl
 
 from oneaxis.config.schema import ServiceClass
+from oneaxis.load.intervals import (
+    clustered_quantile_interval,
+    exact_share_interval,
+    quantile_interval,
+    sum_interval,
+)
+from oneaxis.load.saturation import saturation
 
 PERCENTILES = (50, 90, 99)
 HEADLINE_PERCENTILE = 90
@@ -34,7 +45,11 @@ CAPACITY_ATTAINMENT = 0.9
 LATENCIES = ("ttft", "itl", "tpot", "e2e")
 
 
-def per_request(requests: pl.DataFrame, service_class: ServiceClass) -> pl.DataFrame:
+Classes = ServiceClass | Mapping[str, ServiceClass]
+"""One class for all requests, or classes by name, where the request table says in `service_class` whose each is."""
+
+
+def per_request(requests: pl.DataFrame, classes: Classes) -> pl.DataFrame:
     """The request table with `ttft_ms`, `ttft_from_sent_ms`, `tpot_ms`, `e2e_ms`, `send_lag_ms` and `good` added.
 
     Latencies are infinite for a request that failed; `tpot_ms` is null where one token was asked for. `send_lag_ms`
@@ -56,10 +71,17 @@ def per_request(requests: pl.DataFrame, service_class: ServiceClass) -> pl.DataF
         e2e_ms=pl.when(ok).then(1000 * (pl.col("done_s") - pl.col("intended_s"))).otherwise(missed),
         send_lag_ms=1000 * (pl.col("sent_s") - pl.col("intended_s")),
     )
-    within = (pl.col("ttft_ms") <= service_class.ttft_ms) & (
-        asked_one | (pl.col("tpot_ms") <= service_class.tpot_ms).fill_null(False)
+    within = (pl.col("ttft_ms") <= _limit(classes, lambda each: each.ttft_ms)) & (
+        asked_one | (pl.col("tpot_ms") <= _limit(classes, lambda each: each.tpot_ms)).fill_null(False)
     )
     return timed.with_columns(good=ok & within)
+
+
+def _limit(classes: Classes, bound: Callable[[ServiceClass], float]) -> pl.Expr:
+    if isinstance(classes, ServiceClass):
+        return pl.lit(bound(classes), dtype=pl.Float64)
+    limits = {name: float(bound(each)) for name, each in classes.items()}
+    return pl.col("service_class").replace_strict(limits, return_dtype=pl.Float64)
 
 
 def inter_token_ms(token_times: Sequence[float]) -> list[float]:
@@ -92,53 +114,114 @@ def requests_needed(percent: int, confidence: float = 0.95) -> int:
     return math.ceil(math.log(1 - confidence) / math.log(percent / 100))
 
 
-def summarise_cell(requests: pl.DataFrame, service_class: ServiceClass, duration_s: float) -> dict[str, Any]:
-    """Counts, percentiles (null: not reached), attainment and goodput of one cell's requests.
+def summarise_cell(
+    requests: pl.DataFrame, classes: Classes, duration_s: float, *, open_loop: bool = True
+) -> dict[str, Any]:
+    """Counts, percentiles (null: not reached), attainment and goodput of one cell's requests, with intervals.
+
+    `ttft_p90_ms` has its interval in `ttft_p90_low_ms` and `ttft_p90_high_ms`; a side that is not bounded is null.
+    `saturated` and the two growths are null where the cell is too short to tell, or is no open loop.
 
     Args:
         requests: all requests of one shape and level, as recorded; at least one.
         duration_s: the planned length of the cell.
+        open_loop: whether requests arrived on a clock of one rate. A closed loop cannot show overload.
     """
-    timed = per_request(requests, service_class)
+    timed = per_request(requests, classes)
     n = timed.height
     assert n > 0
+    gaps = _gaps(timed)
     samples = {
         "ttft": timed["ttft_ms"].to_list(),
-        "itl": _itl_samples(timed),
+        "itl": [gap for own in gaps for gap in own],
         "tpot": timed["tpot_ms"].drop_nulls().to_list(),
         "e2e": timed["e2e_ms"].to_list(),
         "ttft_from_sent": timed["ttft_from_sent_ms"].to_list(),
     }
     window_s = max(duration_s, *timed["ended_s"].drop_nulls().to_list(), 0.0)
     ok = timed.filter(pl.col("status") == "ok")
-    good = timed.filter(pl.col("good"))
     sent = timed["sent_s"].drop_nulls()
+    cell: dict[str, Any] = {"n": n, "ok": ok.height, "failed": n - ok.height}
+    for name, values in samples.items():
+        for percent in PERCENTILES:
+            cell[f"{name}_p{percent}_ms"] = percentile(values, percent)
+            low, high = (
+                clustered_quantile_interval(gaps, percent / 100)
+                if name == "itl"
+                else quantile_interval(values, percent / 100)
+            )
+            cell |= {f"{name}_p{percent}_low_ms": low, f"{name}_p{percent}_high_ms": high}
+    seen = saturation(requests) if open_loop else None
+    growth, slower = (seen.queue_growth_rps, seen.ttft_growth) if seen else (None, None)
     return {
-        "n": n,
-        "ok": ok.height,
-        "failed": n - ok.height,
-        **{
-            f"{name}_p{percent}_ms": percentile(values, percent)
-            for name, values in samples.items()
-            for percent in PERCENTILES
-        },
-        "attainment": good.height / n,
-        "goodput_tok_s": float(good["output_tokens"].sum()) / window_s,
+        **cell,
+        **attained(timed, window_s),
         "output_tok_s": float(ok["output_tokens"].sum()) / window_s,
         "achieved_rate_rps": len(sent) / max(duration_s, float(sent.max() or 0.0)),  # type: ignore[arg-type]
         "lag_p99_ms": percentile(timed["send_lag_ms"].drop_nulls().to_list(), 99),
         "window_s": window_s,
+        "saturated": seen.saturated if seen else None,
+        "queue_growth_rps": growth.value if growth else None,
+        "queue_growth_low_rps": growth.low if growth else None,
+        "queue_growth_high_rps": growth.high if growth else None,
+        "ttft_growth": slower.value if slower else None,
+        "ttft_growth_low": slower.low if slower else None,
+        "ttft_growth_high": slower.high if slower else None,
     }
 
 
-def _itl_samples(timed: pl.DataFrame) -> list[float]:
-    samples: list[float] = []
+def attained(timed: pl.DataFrame, window_s: float) -> dict[str, float]:
+    """Attainment and goodput (tokens/s) of requests, each with its 95% interval.
+
+    Goodput's is the bootstrap's over requests, and no narrower than attainment's is, in proportion: where every request
+    was good a bootstrap would claim certainty.
+
+    Args:
+        timed: at least one row of `per_request`.
+    """
+    n, hits = timed.height, int(timed["good"].sum())
+    low, high = exact_share_interval(hits, n)
+    tokens = timed.select(pl.when("good").then("output_tokens").otherwise(0)).to_series().fill_null(0)
+    total = float(tokens.sum())
+    least, most = sum_interval(tokens.to_list())
+    if hits:
+        least, most = min(least, total * low * n / hits), max(most, total * high * n / hits)
+    else:
+        most = high * float(timed["asked_output_tokens"].sum())
+    return {
+        "attainment": hits / n,
+        "attainment_low": low,
+        "attainment_high": high,
+        "goodput_tok_s": total / window_s,
+        "goodput_low_tok_s": least / window_s,
+        "goodput_high_tok_s": most / window_s,
+    }
+
+
+def attained_by_class(
+    requests: pl.DataFrame, classes: Mapping[str, ServiceClass], duration_s: float
+) -> dict[str, dict[str, float]]:
+    """`n`, attainment and goodput of each class among the requests of one cell, in the order of `classes`."""
+    timed = per_request(requests, classes)
+    window_s = max(duration_s, *timed["ended_s"].drop_nulls().to_list(), 0.0)
+    found = {}
+    for name in classes:
+        own = timed.filter(pl.col("service_class") == name)
+        if own.height:
+            found[name] = {"n": float(own.height), **attained(own, window_s)}
+    return found
+
+
+def _gaps(timed: pl.DataFrame) -> list[list[float]]:
+    """ITL samples of each request; of one that failed, each token that never came is an infinite one."""
+    each: list[list[float]] = []
     for row in timed.iter_rows(named=True):
-        samples.extend(inter_token_ms(row["token_times"]))
+        samples = inter_token_ms(row["token_times"])
         if row["status"] != "ok":
             received = max(len(row["token_times"]), 1)
             samples.extend([math.inf] * (row["asked_output_tokens"] - received))
-    return samples
+        each.append(samples)
+    return each
 
 
 def capacity(cells: pl.DataFrame) -> dict[str, dict[str, Any] | None]:

@@ -30,6 +30,8 @@ CELL_METRICS = (
     "achieved_rate_rps",
     "lag_p99_ms",
     "prefix_hit_rate",
+    "saturated",
+    "queue_growth_rps",
 )
 """Columns of a cell that become metrics; the others stand in `cells.parquet`."""
 
@@ -45,7 +47,7 @@ def summarise(sweep: Sweep, load: Load) -> pl.DataFrame:
                 "level": level,
                 "level_size": level_size(level),
                 "rate_rps": requests["rate_rps"][0],
-                **summarise_cell(requests, load.service_class, load.duration_s),
+                **summarise_cell(requests, load.service_class, load.duration_s, open_loop=at_one_rate(level)),
                 "prefix_hit_rate": hit_rate(counted["prefix_cache_hits"], counted["prefix_cache_queries"]),
                 **{f"server_{name}": value for name, value in counted.items()},
             }
@@ -164,7 +166,8 @@ def report_lines(document: Mapping[str, Any], verdicts: Sequence[guards.Guard]) 
         lines.append(
             f"{cell['shape']} at {level_name(cell['level'])}: n {cell['n']}, failed {cell['failed']}, "
             f"TTFT p{HEADLINE_PERCENTILE} {_ms(cell, 'ttft')}, TPOT p{HEADLINE_PERCENTILE} {_ms(cell, 'tpot')}, "
-            f"goodput {cell['goodput_tok_s']:.1f} tok/s, attainment {cell['attainment']:.0%}{on}{supported}"
+            f"goodput {cell['goodput_tok_s']:.1f} tok/s, attainment {cell['attainment']:.0%} "
+            f"[{cell['attainment_low']:.0%}, {cell['attainment_high']:.0%}]{on}{supported}{beyond_capacity(cell)}"
         )
     for shape, best in document["capacity"].items():
         found = f"{best['goodput_tok_s']:.1f} tok/s at {level_name(best['level'])}" if best else (
@@ -179,8 +182,20 @@ def report_lines(document: Mapping[str, Any], verdicts: Sequence[guards.Guard]) 
     return lines
 
 
+def beyond_capacity(cell: Mapping[str, Any]) -> str:
+    """What is said of a cell whose queue grew; nothing of another."""
+    if not cell["saturated"]:
+        return ""
+    low, high = cell["queue_growth_low_rps"], cell["queue_growth_high_rps"]
+    return (
+        f"; beyond capacity: the queue grew by {cell['queue_growth_rps']:.2g} requests/s [{low:.2g}, {high:.2g}], so "
+        "these latencies depend on load.duration_s"
+    )
+
+
 def _ms(cell: Mapping[str, Any], latency: str) -> str:
-    name = f"{latency}_p{HEADLINE_PERCENTILE}_ms"
-    if cell[name] is None:
-        return "not reached" if name in cell["not_reached"] else "undefined"
-    return f"{cell[name]:.0f} ms"
+    name = f"{latency}_p{HEADLINE_PERCENTILE}"
+    if cell[f"{name}_ms"] is None:
+        return "not reached" if f"{name}_ms" in cell["not_reached"] else "undefined"
+    low, high = (f"{end:.0f}" if end is not None else "?" for end in (cell[f"{name}_low_ms"], cell[f"{name}_high_ms"]))
+    return f"{cell[f'{name}_ms']:.0f} ms [{low}, {high}]"

@@ -12,13 +12,13 @@ import polars as pl
 from oneaxis.config.schema import ServiceClass
 from oneaxis.judge.shares import share_interval
 from oneaxis.judge.validity import differences
+from oneaxis.load.intervals import quantile_interval
 from oneaxis.load.levels import level_name, level_size
 from oneaxis.load.metrics import per_request, requests_needed
 from oneaxis.report import displaced, filtering, plots, quantisation, sampled, scores, text
 from oneaxis.report.facts import SCORERS, Cell, cells
 from oneaxis.report.plots import Plot
 from oneaxis.report.results import STAGES, Results
-from oneaxis.report.statistics import quantile_interval
 from oneaxis.report.tables import Table
 
 
