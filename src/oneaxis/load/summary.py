@@ -7,7 +7,7 @@ import polars as pl
 
 from oneaxis.config.schema import Guards, Load
 from oneaxis.judge import guards
-from oneaxis.load.levels import level_name, level_size
+from oneaxis.load.levels import at_one_rate, level_name, level_size
 from oneaxis.load.metrics import (
     CAPACITY_ATTAINMENT,
     HEADLINE_PERCENTILE,
