@@ -14,6 +14,7 @@ import math
 import random
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,6 +119,17 @@ class FakeServer:
         time.sleep(self.client_pause_s)
         if self.dead is not None:
             raise self.dead
+
+    def get(self, path: str) -> str:
+        """A page of its own, over the network."""
+        with urllib.request.urlopen(f"{self.base_url}{path}", timeout=30) as response:
+            return response.read().decode()
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """A request to itself, over the network."""
+        request = urllib.request.Request(f"{self.base_url}{path}", json.dumps(body).encode(), {"Connection": "close"})
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return json.loads(response.read())
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, its requests one after another until it is closed."""

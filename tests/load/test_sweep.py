@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import psutil
@@ -17,13 +18,15 @@ import pytest
 
 from oneaxis.config.schema import Guards, Load
 from oneaxis.errors import RunError
+from oneaxis.load.draws import DRAWS_SCHEMA, draw_answers
 from oneaxis.load.plan import Plan, draw_plan
 from oneaxis.load.summary import flat_metrics, judge, report_lines, summarise, summary_document
 from oneaxis.load.sweep import Sweep, run_sweep
 from tests.load.fake_server import Answer, FakeServer, fake_server
 
 HELD = {"device": "cpu 0-1", "exclusive": True, "waited_s": 0.0}
-GUARDS = Guards(max_send_lag_p99_ms=100.0, max_prefix_hit_rate=0.01, max_token_disagreement=0.01)
+GUARDS = Guards(max_send_lag_p99_ms=100.0, max_prefix_hit_rate=0.01, max_token_disagreement=0.01, max_stall_shift=1.0,
+                max_stray_cpu_share=1.0)  # fmt: skip
 
 LOAD = Load.model_validate(
     {
@@ -39,6 +42,10 @@ LOAD = Load.model_validate(
         "service_class": {"ttft_ms": 400.0, "tpot_ms": 100.0},
     }
 )
+ALONE = {"cpus": 2, "other_cpus": 0.0, "busiest": [], "gpu_processes": []}
+DRAWN = pl.DataFrame([{"call": k, "seed": k, "token_ids": [k, 7], "logprob": -9.0} for k in range(4)],
+                     schema=DRAWS_SCHEMA)  # fmt: skip
+CLEAN: dict[str, Any] = {"load": LOAD, "lease": HELD, "tenants": ALONE, "draws": DRAWN}
 
 
 @pytest.fixture
@@ -58,7 +65,7 @@ def invalid(plan: Plan, sweep: Sweep, differences: Sequence[object] = ()) -> lis
     """Numbers of the guards that fail."""
     return [
         guard.number
-        for guard in judge(plan, sweep, summarise(sweep, LOAD), differences, GUARDS, lease=HELD)
+        for guard in judge(plan, sweep, summarise(sweep, LOAD), differences, GUARDS, **CLEAN)
         if not guard.valid
     ]
 
@@ -89,7 +96,7 @@ def test_a_clean_sweep_end_to_end(plan: Plan) -> None:
     assert set(sweep.samples["kv_cache_usage"]) == {0.25}
 
     cells = summarise(sweep, LOAD)
-    metrics = flat_metrics(cells, judge(plan, sweep, cells, [], GUARDS, lease=HELD))
+    metrics = flat_metrics(cells, judge(plan, sweep, cells, [], GUARDS, **CLEAN))
     assert metrics["sweep/valid"] == 1
     assert metrics["sweep/requests"] == 20
     assert metrics["sweep/failed"] == 0
@@ -107,7 +114,7 @@ def test_what_is_said_of_a_sweep(plan: Plan) -> None:
                      offers_reset=False) as server:  # fmt: skip
         sweep = sweep_of(server, plan)
     cells = summarise(sweep, LOAD)
-    verdicts = judge(plan, sweep, cells, [], GUARDS, lease=HELD)
+    verdicts = judge(plan, sweep, cells, [], GUARDS, **CLEAN)
     document = json.loads(json.dumps(summary_document(cells, verdicts, sweep, LOAD), allow_nan=False))
     long, short = document["cells"]
     # One of ten hangs: p90 is the ninth and is reached, p99 is not. A failure does not make the run INVALID.
@@ -127,8 +134,8 @@ def test_what_is_said_of_a_sweep(plan: Plan) -> None:
     assert "on TTFT alone" in lines[0]
     assert "n too small for a p90" in lines[0]
     assert lines[-3] == f"long: capacity {long['goodput_tok_s']:.1f} tok/s at 10 req/s"
-    assert lines[-1] == "load: VALID (7 guards)"
-    said = report_lines(document, judge(plan, sweep, cells, ["kv_cache_dtype: fp8"], GUARDS, lease=HELD))
+    assert lines[-1] == "load: VALID (10 guards)"
+    said = report_lines(document, judge(plan, sweep, cells, ["kv_cache_dtype: fp8"], GUARDS, **CLEAN))
     assert said[-2] == "load: INVALID"
     assert "guard 3, realised config: the engine runs otherwise than asked: kv_cache_dtype: fp8. To do: " in said[-1]
 
@@ -161,10 +168,10 @@ def test_prompts_that_repeat_trip_the_guard_by_themselves_and_by_the_servers_cou
     # 9 of 10 prompts of each cell come from the cache, which the reset had emptied before the cell.
     assert cells["prefix_hit_rate"].to_list() == pytest.approx([0.9, 0.9])
     # The plan that was meant is unique: the counter alone tells.
-    found = judge(plan, sweep, cells, [], GUARDS, lease=HELD)[0]
+    found = judge(plan, sweep, cells, [], GUARDS, **CLEAN)[0]
     assert not found.valid
     assert "90.0% of the prompt tokens" in found.reason
-    assert "repeat another" in judge(Plan(repeated, plan.warmups), sweep, cells, [], GUARDS, lease=HELD)[0].reason
+    assert "repeat another" in judge(Plan(repeated, plan.warmups), sweep, cells, [], GUARDS, **CLEAN)[0].reason
 
 
 def test_an_engine_that_dies_in_the_middle_ends_the_sweep_at_once_with_its_last_words(plan: Plan) -> None:
@@ -244,11 +251,13 @@ def test_real_engine_clean_and_with_prompts_that_repeat(project: Path) -> None:
     limits = {"duration_s": load.duration_s, "timeout_s": load.request_timeout_s}
     with running_engine(served, config.serve, log_path=project / "engine.log") as engine:
         differences = realised_config(engine, served)["differences"]
+        draws = draw_answers(engine, text[:16].tolist(), seed=3)
         sweep = run_sweep(engine, plan, **limits)
         cached = run_sweep(engine, repeated, **limits)
 
+    clean = {"load": load, "lease": HELD, "tenants": ALONE, "draws": draws}
     cells = summarise(sweep, load)
-    verdicts = judge(plan, sweep, cells, differences, config.guards, lease=HELD)
+    verdicts = judge(plan, sweep, cells, differences, config.guards, **clean)
     assert [guard for guard in verdicts if not guard.valid] == []
     assert cells["failed"].to_list() == [0, 0]
     assert cells["prefix_hit_rate"].to_list() == [0, 0]
@@ -259,7 +268,7 @@ def test_real_engine_clean_and_with_prompts_that_repeat(project: Path) -> None:
         assert cell["server_output_tokens"] == cell["n"] * shape.output_tokens
     assert [condition["prefix_cache_reset"] for condition in sweep.conditions] == [True, True]
 
-    found = judge(repeated, cached, summarise(cached, load), differences, config.guards, lease=HELD)
+    found = judge(repeated, cached, summarise(cached, load), differences, config.guards, **clean)
     assert [guard.number for guard in found if not guard.valid] == [1]
     # Whole blocks only: up to 256 of 300 tokens at a block size of 128, for all requests but the first.
     assert summarise(cached, load)["prefix_hit_rate"][0] > 0.5

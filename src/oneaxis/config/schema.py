@@ -663,6 +663,10 @@ class Guards(Section):
     max_prefix_hit_rate: Fraction
     max_token_disagreement: Fraction
     """Largest relative difference between two independent counts of the output tokens."""
+    max_stall_shift: Fraction
+    """Largest relative change of a headline figure when the calls that stalled are left out."""
+    max_stray_cpu_share: Fraction
+    """Largest share of the CPUs that other processes may keep busy during a sweep."""
 
 
 # --- experiment, gate: read by multiruns and verdicts, never by a stage -----------------------------------------

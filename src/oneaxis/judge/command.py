@@ -60,7 +60,7 @@ def judge_folders(
                                 "acc_norm or acc_bytes")  # fmt: skip
             noted = [units.Problem("warning", note) for note in lm_eval.notes([baseline, candidate])]
             comparisons = _compared(arms, claims, gate, (baseline, candidate), None, metric is not None)
-            verdicts = [conclude(replace(each, problems=[*each.problems, *noted])) for each in comparisons]
+            verdicts = [conclude(replace(each, others=[*each.others, *noted])) for each in comparisons]
         return _print(verdicts, as_json)
 
     arms = {"baseline": find_records(baseline), "candidate": find_records(candidate)}

@@ -3,7 +3,7 @@
 `prepare` does all that one comparison can do alone; `conclude` adds what several claims at once ask of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 from oneaxis.config.schema import Claim, Gate
 from oneaxis.errors import UserError
 from oneaxis.judge import conditions, units
-from oneaxis.judge.gate import Decision, Evidence, Word, decide, floor_of, weigh
+from oneaxis.judge.gate import Decision, Evidence, Word, decide, floor_of, under_the_floor, unsteady, weigh
+from oneaxis.judge.ledger import OF_ANY_METRIC, OF_ONE_RUN, Entry, Finding, ledger
 from oneaxis.judge.records import UPSTREAM, Record, find_records
 from oneaxis.judge.units import Better, Problem
 from oneaxis.multirun.record import Axis
@@ -66,6 +67,8 @@ class Verdict:
     reasons: Sequence[str]
     recommendations: Sequence[str]
     warnings: Sequence[str]
+    guards: Sequence[Mapping[str, Any]] = ()
+    """All fourteen: passed, failed or not applicable, with what each saw (`oneaxis.judge.ledger`)."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -84,7 +87,17 @@ class Comparison:
     gate: Gate
     axes: Sequence[Axis]
     evidence: Evidence | None
-    problems: Sequence[Problem] = field(default_factory=tuple)
+    findings: Sequence[Finding] = field(default_factory=tuple)
+    """What each guard of the comparison saw."""
+    others: Sequence[Problem] = field(default_factory=tuple)
+    """Problems that are no guard's: a run that failed, a metric that is not there."""
+    runs: Mapping[str, Any] = field(default_factory=dict)
+    """Name of a run -> its own guards; empty where the metric rests on no load."""
+
+    @property
+    def problems(self) -> list[Problem]:
+        """All of them."""
+        return [*self.others, *(problem for finding in self.findings for problem in finding.problems)]
 
     def of(self, kind: str) -> list[Problem]:
         """The problems of one kind."""
@@ -158,50 +171,83 @@ def prepare(
     timed = units.kind_of(claim.metric) == "repetitions"
     if stage not in UPSTREAM:
         unknown = Problem("unresolved", f"no stage `{stage}` measures anything", f"claim one of {', '.join(UPSTREAM)}")
-        return Comparison(*names, claim, claimed, question, gate, list(axes or ()), None, [unknown])
+        return Comparison(*names, claim, claimed, question, gate, list(axes or ()), None, others=[unknown])
     if not timed:
         baseline, candidate = baseline[:1], candidate[:1]
     arms = (list(baseline), list(candidate))
     found_axes, problems = list(axes or ()), list(conditions.arms_valid(arms, stage))
+    findings: list[Finding] = []
     evidence = None
     if all(record.ended for arm in arms for record in arm):
         found_axes, beyond = conditions.one_axis(arms[0][0], arms[1][0], axes, combination)
-        problems += beyond
-        problems += _conditions(arms, claim, stage, timed, found_axes)
+        findings.append(beyond)
+        if not conditions.reaches(found_axes, (stage, *UPSTREAM[stage])) and found_axes:
+            said = f"the axis does not reach {stage}: {claim.metric} cannot move by it"
+            problems.append(Problem("warning", said))
+        findings += _conditions(arms, stage, timed, found_axes)
         if claimed:
-            problems += conditions.bar_before_run(arms, stage, written_at, claim.expected, timed)
+            findings.append(conditions.bar_before_run(arms, stage, written_at, claim.expected, timed))
         evidence, found = _evidence(arms, claim, gate, timed)
         problems += found
     if evidence and timed and stage == "sweep":
         size = abs(claim.expected or claim.bar or claim.margin or evidence.effect)
-        problems += conditions.stalls(arms, claim.metric, size)
-        problems += _peak(arms, claim, gate)
-    return Comparison(*names, claim, claimed, question, gate, found_axes, evidence, problems)
+        findings.append(conditions.stalls(arms, claim.metric, size))
+        findings.append(_peak(arms, claim, gate))
+    runs = {}
+    if stage == "sweep":
+        runs = {record.name: record.results.document("sweep", "guards.json") for arm in arms for record in arm}
+    return Comparison(*names, claim, claimed, question, gate, found_axes, evidence, findings, problems, runs)
 
 
-def _conditions(arms: conditions.Arms, claim: Claim, stage: str, timed: bool, axes: Sequence[Axis]) -> list[Problem]:
+def _conditions(arms: conditions.Arms, stage: str, timed: bool, axes: Sequence[Axis]) -> list[Finding]:
     """The guards of the conditions under which both arms were measured."""
     first, second = arms[0][0], arms[1][0]
-    problems = conditions.same_inputs(first, second, axes, stage)
-    problems += conditions.same_conditions(arms, stage, timed)
-    if not conditions.reaches(axes, (stage, *UPSTREAM[stage])) and axes:
-        problems.append(Problem("warning", f"the axis does not reach {stage}: {claim.metric} cannot move by it"))
+    findings = [conditions.same_inputs(first, second, axes, stage), conditions.same_conditions(arms, stage, timed)]
     if not timed:
-        return problems
+        return findings
     runs = units.aligned(*arms)
+    missing = []
     if len(runs) < max(len(arm) for arm in arms):
-        problems.append(conditions.invalid(
+        missing.append(conditions.invalid(
             f"{len(arms[0])} runs of the baseline and {len(arms[1])} of the candidate give {len(runs)} pairs",
             "run what is missing: `oneaxis run -m --resume ID` (ID: the folder's name in multirun/)",
         ))  # fmt: skip
-    problems += conditions.one_session(arms, stage)
-    problems += conditions.stray_tenants(arms, stage)
-    problems += conditions.realised_alike(first, second, axes)
+    findings += [Finding(11, {"pairs": len(runs)}, missing), conditions.one_session(arms, stage)]
+    findings += [conditions.stray_tenants(arms, stage), *conditions.realised_alike(first, second, axes)]
     if stage == "sweep":
-        problems += conditions.same_arrivals(runs, axes)
-        problems += conditions.hit_rates_agree(arms, axes)
-        problems += conditions.warmed_alike(runs)
-    return problems
+        found = (conditions.same_arrivals(runs, axes), conditions.hit_rates_agree(arms, axes))
+        findings += [finding for finding in found if finding]
+        findings.append(conditions.warmed_alike(runs))
+    return findings
+
+
+def _gate_finding(comparison: Comparison, decision: Decision) -> Finding | None:
+    """Guard 11, the gate itself: whether the evidence is of a kind that may decide, and holds the floor."""
+    evidence, claim, gate = comparison.evidence, comparison.claim, comparison.gate
+    if evidence is None:
+        return None
+    seen: dict[str, Any] = {"pairs": evidence.n, "interval": [evidence.ci_low, evidence.ci_high],
+                            "decision": decision.word}  # fmt: skip
+    if evidence.spreads:
+        seen["spread"] = max(evidence.spreads)
+    if evidence.kind == "repetitions" and (noisy := unsteady(evidence, gate)):
+        found = [Problem("unresolved", reason, noisy.recommendations[0]) for reason in noisy.reasons]
+        return Finding(11, seen, found)
+    low = under_the_floor(evidence, claim.better, gate, claim.margin)
+    return Finding(11, seen, [Problem("reject", low.reasons[0], low.recommendations[0])] if low else [])
+
+
+def _not_applicable(comparison: Comparison) -> dict[int, str]:
+    """Why some of the guards have nothing to look at in this metric."""
+    stage, metric = comparison.claim.metric.partition("/")[0], comparison.claim.metric
+    kind = units.kind_of(metric)
+    if comparison.others and not comparison.findings:
+        return dict.fromkeys(range(1, 15), "the comparison went no further: see the reasons")
+    if stage == "sweep":
+        return dict.fromkeys(OF_ONE_RUN, "the runs' guards.json has none of it") | {12: "nothing is claimed"}
+    measured = "no load is measured" if kind == "repetitions" else f"no timing: paired by {units.UNIT_NAMES[kind]}"
+    return {number: f"{metric}: {measured}" for number in OF_ONE_RUN if number not in OF_ANY_METRIC} | {
+        11: "no evidence", 12: "nothing is claimed"}  # fmt: skip
 
 
 def _evidence(arms: conditions.Arms, claim: Claim, gate: Gate, timed: bool) -> tuple[Evidence | None, list[Problem]]:
@@ -228,26 +274,27 @@ def _evidence(arms: conditions.Arms, claim: Claim, gate: Gate, timed: bool) -> t
     return weigh(units.kind_of(claim.metric), paired, gate.confidence), problems
 
 
-def _peak(arms: conditions.Arms, claim: Claim, gate: Gate) -> list[Problem]:
+def _peak(arms: conditions.Arms, claim: Claim, gate: Gate) -> Finding:
     """Guard 11 speaks of the peak: a claim on goodput at one rate must not cost the shape's capacity."""
     match = units.CELL_LATENCY.match(claim.metric)
     if not match or match["name"] != "goodput_tok_s":
-        return []
+        return Finding(11, {})
     name = f"sweep/{match['shape']}/capacity_tok_s"
     peaks = [[record.results.metrics.get(name) for record in arm] for arm in arms]
     known = [[value for value in arm if value is not None] for arm in peaks]
     if len(known[0]) < len(peaks[0]):
         said = f"guard 11: the peak of the baseline is not known: not every run of it has a {name}"
-        return [Problem("warning", said)]
+        return Finding(11, {}, [Problem("warning", said)])
     if len(known[1]) < len(peaks[1]):
         lost = len(peaks[1]) - len(known[1])
         said = f"guard 11: the baseline has a {name}, and the candidate has none in {lost} of {len(peaks[1])} runs"
-        return [Problem("reject", said, "keep the baseline")]
+        return Finding(11, {}, [Problem("reject", said, "keep the baseline")])
     means = [sum(values) / len(values) for values in known]
+    seen = {"peaks_tok_s": means}
     if means[1] < gate.floor * means[0]:
         said = f"guard 11: the candidate's peak, {means[1]:.4g} tok/s, is under {gate.floor:.0%} of {means[0]:.4g}"
-        return [Problem("reject", said, "keep the baseline")]
-    return []
+        return Finding(11, seen, [Problem("reject", said, "keep the baseline")])
+    return Finding(11, seen)
 
 
 def conclude(
@@ -270,6 +317,10 @@ def conclude(
     if against is not None:
         decision, beside = _beaten_too(decision, against, control=control)
     axes = comparison.axes
+    own = _gate_finding(comparison, decision)
+    entries: list[Entry] = ledger(
+        [*comparison.findings, *([own] if own else [])], comparison.runs, _not_applicable(comparison)
+    )
     # What was not claimed before the run decides nothing afterwards.
     decides = comparison.claimed or decision.word in ("invalid", "unresolved")
     recommendations = list(dict.fromkeys(text for text in decision.recommendations if text)) if decides else []
@@ -310,6 +361,7 @@ def conclude(
         reasons=list(decision.reasons),
         recommendations=recommendations,
         warnings=list(dict.fromkeys(warnings)),
+        guards=[entry.as_json() for entry in entries],
     )
 
 

@@ -1,9 +1,10 @@
 """Whether two arms may be compared at all: the guards that need both of them, as pure functions of their records.
 
-The guards of one run (1, 2, 3, 5, 6, 7) are judged by the sweep itself. Here are those of a comparison: 1 the arms'
-prefix-cache hit rates, 3 what the engine runs in both, 4 one axis, 9 stalls, 10 stray tenants, 12 the bar before the
-run, 13 equal warm-up, 14 equal conditions, one session and alternating order. Each gives problems: *invalid* voids the
-comparison, *unresolved* keeps it from deciding, a *warning* is to be kept in mind.
+The guards of one run (1, 2, 3, 5 to 10, 13) are judged by the sweep itself. Here are those of a comparison: 1 the
+arms' prefix-cache hit rates, 3 what the engine runs in both, 4 one axis, and the inputs that it does not reach, 9
+stalls, 10 stray tenants, 11 one session and alternating order, 12 the bar before the run, 13 equal warm-up, 14 equal
+conditions. Each gives a finding: what it saw, and problems: *invalid* voids the comparison, *unresolved* keeps it from
+deciding, a *warning* is to be kept in mind. `ledger` puts them beside what the runs said of themselves.
 """
 
 import re
@@ -16,15 +17,15 @@ import polars as pl
 
 from oneaxis.config.axes import ABSENT
 from oneaxis.config.schema import STAGE_SECTIONS, ServiceClass
+from oneaxis.judge.ledger import Finding
 from oneaxis.judge.records import UPSTREAM, Record, differences
+from oneaxis.judge.stalls import STALL_MADS, without_stalls
 from oneaxis.judge.units import CELL_LATENCY, Problem
 from oneaxis.judge.validity import differences as engine_differences
 from oneaxis.judge.validity import judge_run
-from oneaxis.load.metrics import capacity, per_request, summarise_cell
+from oneaxis.load.metrics import capacity, summarise_cell
 from oneaxis.multirun.record import Axis
 
-STALL_MADS = 10.0
-"""A call this many scaled median absolute deviations above the median of its cell is a stall (guard 9)."""
 STRAY_LOAD = 1.5
 """A load average above this many times the CPUs, before a stage, is the work of others (guard 10)."""
 KV_SHORTFALL = 0.9
@@ -126,7 +127,7 @@ def moved_keys(axis: Axis) -> Sequence[str]:
 
 def one_axis(
     baseline: Record, candidate: Record, declared: Sequence[Axis] | None, combination: bool
-) -> tuple[list[Axis], list[Problem]]:
+) -> tuple[list[Axis], Finding]:
     """Guard 4, from the settings themselves: what differs is what was declared, and it is one axis.
 
     Args:
@@ -155,7 +156,8 @@ def one_axis(
         ))  # fmt: skip
     if not found:
         problems.append(Problem("warning", "the settings of both arms are the same: only noise can differ"))
-    return axes, problems
+    evidence = {"axes": [axis.name for axis in axes], "settings_that_differ": len(found)}
+    return axes, Finding(4, evidence, problems)
 
 
 def _under(key: str, declared: Iterable[str]) -> bool:
@@ -191,13 +193,15 @@ LAST_BITS = ("filter_pairs", "calibrate", "quantize")
 """Stages whose files may differ in their last bits between machines. Another text, model or policy is another input."""
 
 
-def same_inputs(baseline: Record, candidate: Record, axes: Sequence[Axis], stage: str) -> list[Problem]:
-    """Files that the axis does not reach must be the same, by the hashes that the manifests hold."""
+def same_inputs(baseline: Record, candidate: Record, axes: Sequence[Axis], stage: str) -> Finding:
+    """Guard 4: files that the axis does not reach must be the same, by the hashes that the manifests hold."""
     problems: list[Problem] = []
+    compared = 0
     for upstream in UPSTREAM[stage]:
         if reaches(axes, (upstream, *UPSTREAM[upstream])):
             continue
         files = [record.results.manifests.get(upstream, {}).get("files", {}) for record in (baseline, candidate)]
+        compared += len(files[0].keys() & files[1].keys())
         differ = sorted(
             name for name in files[0].keys() & files[1].keys() if files[0][name]["sha256"] != files[1][name]["sha256"]
         )
@@ -209,24 +213,26 @@ def same_inputs(baseline: Record, candidate: Record, axes: Sequence[Axis], stage
             problems.append(Problem("warning", reason))
         else:
             problems.append(invalid(reason, "measure both arms in one multirun, so that they share their inputs"))
-    return problems
+    return Finding(4, {"input_files_compared": compared}, problems)
 
 
-def same_arrivals(runs: Sequence[tuple[Record, Record]], axes: Sequence[Axis]) -> list[Problem]:
-    """Both runs of a pair were sent the same requests at the same moments."""
+def same_arrivals(runs: Sequence[tuple[Record, Record]], axes: Sequence[Axis]) -> Finding | None:
+    """Guard 4: both runs of a pair were sent the same requests at the same moments."""
     if reaches(axes, ("fetch_model", "prepare_data")) or any(_moved(axis, "load", "seed") for axis in axes):
-        return []
+        return None
+    equal = 0
     for one, other in runs:
         hashes = [
             record.results.manifests.get("sweep", {}).get("files", {}).get("arrivals.parquet", {}).get("sha256")
             for record in (one, other)
         ]
         if hashes[0] != hashes[1]:
-            return [invalid(
+            return Finding(4, {"pairs_with_equal_arrivals": equal}, [invalid(
                 f"the inputs differ, and the axis does not explain it: artifacts/sweep/arrivals.parquet of {one.name} "
                 f"and {other.name}", "pair runs of one session and one repetition: their arrivals are drawn alike",
-            )]  # fmt: skip
-    return []
+            )])  # fmt: skip
+        equal += 1
+    return Finding(4, {"pairs_with_equal_arrivals": equal})
 
 
 def _moved(axis: Axis, *sections: str) -> bool:
@@ -239,13 +245,13 @@ ALWAYS_EQUAL = ("device", "vllm_version")
 FOLLOWS_CHECKPOINT = ("quantization", "kernels", "kv_cache_tokens")
 
 
-def realised_alike(baseline: Record, candidate: Record, axes: Sequence[Axis]) -> list[Problem]:
-    """Guard 3 over two arms: what the engine runs differs only where the axis explains it."""
+def realised_alike(baseline: Record, candidate: Record, axes: Sequence[Axis]) -> list[Finding]:
+    """Guard 3 over two arms: what the engine runs differs only where the axis explains it; guard 10: its room."""
     documents = [record.results.document("serve", "realised.json") for record in (baseline, candidate)]
     if None in documents:
         missing = [r.name for r, found in zip((baseline, candidate), documents, strict=True) if found is None]
         said = f"guard 3, realised config: artifacts/serve/realised.json of {' and '.join(missing)} is missing"
-        return [invalid(said, "run the stage serve in both arms")]
+        return [Finding(3, {"settings_compared": 0}, [invalid(said, "run the stage serve in both arms")])]
     one, other = documents
     assert one is not None
     assert other is not None
@@ -276,45 +282,52 @@ def realised_alike(baseline: Record, candidate: Record, axes: Sequence[Axis]) ->
                                 "serve the same checkpoint in both arms"))  # fmt: skip
     if followed:
         problems.append(Problem("warning", f"follows from the axis: {'; '.join(followed)}"))
-    return problems + _kv_capacity(resolved, serve_moved)
+    evidence = {"settings_compared": len(resolved[0].keys() | resolved[1].keys()), "follow_from_the_axis": followed}
+    return [Finding(3, evidence, problems), *_kv_capacity(resolved, serve_moved)]
 
 
-def _kv_capacity(resolved: Sequence[Mapping[str, Any]], serve_moved: set[str]) -> list[Problem]:
+def _kv_capacity(resolved: Sequence[Mapping[str, Any]], serve_moved: set[str]) -> list[Finding]:
     tokens = [values.get("kv_cache_tokens") for values in resolved]
-    if serve_moved or not tokens[0] or tokens[1] is None or tokens[1] >= KV_SHORTFALL * tokens[0]:
+    if serve_moved or not tokens[0] or tokens[1] is None:
         return []
-    return [invalid(
+    evidence = {"kv_cache_tokens": tokens}
+    if tokens[1] >= KV_SHORTFALL * tokens[0]:
+        return [Finding(10, evidence)]
+    return [Finding(10, evidence, [invalid(
         f"guard 10, stray tenants: the candidate's engine had room for {tokens[1]:,} tokens of KV cache, the "
         f"baseline's for {tokens[0]:,}", "free the device's memory of other processes, and measure again",
-    )]  # fmt: skip
+    )])]  # fmt: skip
 
 
 # --- 1 and 13: caches and warm-up ------------------------------------------------------------------------------------
 
 
-def hit_rates_agree(arms: Arms, axes: Sequence[Axis]) -> list[Problem]:
+def hit_rates_agree(arms: Arms, axes: Sequence[Axis]) -> Finding | None:
     """Guard 1 over two arms: the server's prefix cache gave both the same share."""
     if any("serve.prefix_caching" in axis.leaves or _moved(axis, "load") for axis in axes):
-        return []
+        return None
     names = [
         {name for record in arm for name in record.results.metrics if re.match(r"^sweep/.*prefix_hit_rate$", name)}
         for arm in arms
     ]
     bound = float(arms[0][0].settings.get("guards", {}).get("max_prefix_hit_rate", 0.01))
+    apart = 0.0
     for name in sorted(names[0] & names[1]):
         rates = [[rate for r in arm if (rate := r.results.metrics.get(name)) is not None] for arm in arms]
         means = [sum(values) / len(values) for values in rates]
-        if abs(means[0] - means[1]) > bound:
-            return [invalid(
+        apart = max(apart, abs(means[0] - means[1]))
+        if apart > bound:
+            return Finding(1, {"hit_rates_apart": apart}, [invalid(
                 f"guard 1, unique prompts: the arms' prefix-cache hit rates disagree: {name} {means[0]:.1%} and "
                 f"{means[1]:.1%} (guards.max_prefix_hit_rate {bound:.1%})",
                 "both arms need prompts of their own and an empty cache",
-            )]  # fmt: skip
-    return []
+            )])  # fmt: skip
+    return Finding(1, {"hit_rates_apart": apart})
 
 
-def warmed_alike(runs: Sequence[tuple[Record, Record]]) -> list[Problem]:
+def warmed_alike(runs: Sequence[tuple[Record, Record]]) -> Finding:
     """Guard 13: the warm-up before each cell was the same in both arms, and its requests succeeded."""
+    alike = 0
     for one, other in runs:
         cells = [record.results.observed("sweep").get("cells") or [] for record in (one, other)]
         facts = [
@@ -323,12 +336,13 @@ def warmed_alike(runs: Sequence[tuple[Record, Record]]) -> list[Problem]:
         ]
         for a, b in zip(*facts, strict=False):
             if a != b:
-                return [invalid(
+                return Finding(13, {"cells_warmed_alike": alike}, [invalid(
                     f"guard 13, warm-up: {one.name} and {other.name} were not warmed up alike at {a[0]} "
                     f"{a[1]}: {a[3]} of {a[2]} requests succeeded, and {b[3]} of {b[2]}",
                     "set load.warmup_requests for both, and see why one failed",
-                )]  # fmt: skip
-    return []
+                )])  # fmt: skip
+            alike += 1
+    return Finding(13, {"cells_warmed_alike": alike})
 
 
 # --- 14. the same conditions -----------------------------------------------------------------------------------------
@@ -343,13 +357,14 @@ def _facts(record: Record, stage: str) -> dict[str, Any]:
     return {**found.get("versions", {}), **found.get("hardware", {})}
 
 
-def same_conditions(arms: Arms, stage: str, timed: bool) -> list[Problem]:
+def same_conditions(arms: Arms, stage: str, timed: bool) -> Finding:
     """Guard 14: versions, machine, boot and threads of all runs; a difference voids a timing and warns otherwise."""
     records = [record for arm in arms for record in arm]
     without = [record.name for record in records if not _provenance(record, stage)]
     if without:
         missing = f"guard 14, conditions: no provenance of {stage} in {', '.join(without)}"
-        return [invalid(missing, "run the stage again")] if timed else [Problem("warning", missing)]
+        lost = invalid(missing, "run the stage again") if timed else Problem("warning", missing)
+        return Finding(14, {"runs": len(records), "facts_compared": 0}, [lost])
     problems = []
     first = _facts(records[0], stage)
     for record in records[1:]:
@@ -368,22 +383,23 @@ def same_conditions(arms: Arms, stage: str, timed: bool) -> list[Problem]:
     commits = {_provenance(record, stage).get("git", {}).get("commit") for record in records} - {None}
     if len(commits) > 1:
         problems.append(Problem("warning", f"{stage} ran from {len(commits)} different commits"))
-    return problems
+    return Finding(14, {"runs": len(records), "facts_compared": len(first)}, problems)
 
 
-def one_session(arms: Arms, stage: str) -> list[Problem]:
+def one_session(arms: Arms, stage: str) -> Finding:
     """Guard 11: all runs are of one session of their own, no two are the same measurement, and the arms alternate."""
     records = [record for arm in arms for record in arm]
     measured = [_provenance(record, stage).get("params", {}).get("measure", {}) for record in records]
     sessions = Counter(measure.get("session") for measure in measured)
+    seen = {"runs": len(records), "sessions": len(sessions)}
     if len(sessions) > 1:
-        return [invalid(f"guard 11: measured in different sessions: {', '.join(map(str, sessions))}",
-                        "measure both arms in one multirun")]  # fmt: skip
+        return Finding(11, seen, [invalid(f"guard 11: measured in different sessions: {', '.join(map(str, sessions))}",
+                        "measure both arms in one multirun")])  # fmt: skip
     if DEFAULT_SESSION in sessions:
-        return [invalid(
+        return Finding(11, seen, [invalid(
             f"guard 11: timings of session `{DEFAULT_SESSION}` may come from the cache, and two runs of it never "
             "support a claim", "measure in a multirun that judges timings (`experiment.repetitions=6`)",
-        )]  # fmt: skip
+        )])  # fmt: skip
     started = sorted(
         (str(_provenance(record, stage).get("started_at")), side, record.name)
         for side, arm in enumerate(arms)
@@ -391,44 +407,53 @@ def one_session(arms: Arms, stage: str) -> list[Problem]:
     )
     for before, after in pairwise(started):
         if before[0] == after[0]:
-            return [invalid(f"guard 11: {before[2]} and {after[2]} are one measurement, made at {before[0]}",
-                            "each repetition needs a measurement of its own")]  # fmt: skip
+            said = f"guard 11: {before[2]} and {after[2]} are one measurement, made at {before[0]}"
+            return Finding(11, seen, [invalid(said, "each repetition needs a measurement of its own")])
     longest = max(len(list(run)) for _, run in groupby(started, key=lambda entry: entry[1]))
+    seen["longest_run_of_one_arm"] = longest
     if len(records) >= 4 and longest > max(2, min(len(arm) for arm in arms) // 2):
-        return [Problem(
+        return Finding(11, seen, [Problem(
             "unresolved", f"guard 11: {longest} runs of one arm came without one of the other between them: a drift of "
             "the machine would look like an effect", "measure the arms in alternating order",
-        )]  # fmt: skip
-    return []
+        )])  # fmt: skip
+    return Finding(11, seen)
 
 
-def stray_tenants(arms: Arms, stage: str) -> list[Problem]:
+def stray_tenants(arms: Arms, stage: str) -> Finding:
     """Guard 10: the machine was not busy with something else when a timed stage was given its device."""
+    busiest = 0.0
+    problems: list[Problem] = []
     for record in (record for arm in arms for record in arm):
         found = _provenance(record, stage)
         load, cpus = found.get("load_before"), found.get("hardware", {}).get("cpus")
-        if load and cpus and load[0] > STRAY_LOAD * cpus:
-            said = f"guard 10, stray tenants: {record.name}: load average {load[0]:.1f} on {cpus} CPUs as {stage} began"
-            if (found.get("lease") or {}).get("waited_s", 0.0) > 0:
-                # The average is over a minute, and may still count the work that the stage has waited for.
-                return [Problem("warning", f"{said}, just after it had waited for others")]
-            return [Problem("unresolved", said, "stop what else runs on the machine, and measure again")]
-    return []
+        if not load or not cpus:
+            continue
+        busiest = max(busiest, load[0] / cpus)
+        if load[0] <= STRAY_LOAD * cpus:
+            continue
+        said = f"guard 10, stray tenants: {record.name}: load average {load[0]:.1f} on {cpus} CPUs as {stage} began"
+        if (found.get("lease") or {}).get("waited_s", 0.0) > 0:
+            # The average is over a minute, and may still count the work that the stage has waited for.
+            problems.append(Problem("warning", f"{said}, just after it had waited for others"))
+        else:
+            again = "stop what else runs on the machine, and measure again"
+            problems.append(Problem("unresolved", said, again))
+    worst = [problem for problem in problems if problem.kind == "unresolved"] or problems
+    return Finding(10, {"load_per_cpu_before": busiest}, worst[:1])
 
 
 # --- 12. the bar before the run --------------------------------------------------------------------------------------
 
 
-def bar_before_run(
-    arms: Arms, stage: str, written_at: str | None, expected: float | None, timed: bool
-) -> list[Problem]:
+def bar_before_run(arms: Arms, stage: str, written_at: str | None, expected: float | None, timed: bool) -> Finding:
     """Guard 12: the claim was written before what it speaks of was measured, and says what is expected.
 
     Args:
         written_at: when the plan that holds the claim was written; None: at judging time.
     """
     if written_at is None:
-        return [Problem("warning", "guard 12: the bar was given when judging, not before the run")]
+        late = Problem("warning", "guard 12: the bar was given when judging, not before the run")
+        return Finding(12, {"written_at": None}, [late])
     problems = []
     early = [
         record
@@ -444,7 +469,7 @@ def bar_before_run(
         )  # fmt: skip
     if expected is None:
         problems.append(Problem("warning", "guard 12: no effect was expected in writing (`expected: null`)"))
-    return problems
+    return Finding(12, {"written_at": written_at, "expected": expected, "runs_before_it": len(early)}, problems)
 
 
 def _comparable(moment: str) -> str:
@@ -455,16 +480,16 @@ def _comparable(moment: str) -> str:
 # --- 9. stalls -------------------------------------------------------------------------------------------------------
 
 
-def stalls(arms: Arms, metric: str, claimed_effect: float) -> list[Problem]:
+def stalls(arms: Arms, metric: str, claimed_effect: float) -> Finding:
     """Guard 9: calls beyond the robust bound are reported, and void the comparison when they carry the headline.
 
-    A call is a request's time from its intended start to its last token; the bound is the median of its cell plus
-    `STALL_MADS` scaled median absolute deviations.
+    What a stalled call is, is said in `oneaxis.judge.stalls`.
 
     Args:
         claimed_effect: the size that matters, in the metric's unit: expected, else the bar, else the effect seen.
     """
     problems: list[Problem] = []
+    evidence: dict[str, Any] = {}
     for arm, side in zip(arms, ("baseline", "candidate"), strict=True):
         counts, moves = 0, []
         for record in arm:
@@ -480,27 +505,18 @@ def stalls(arms: Arms, metric: str, claimed_effect: float) -> list[Problem]:
             if kept.height < cells.height:
                 values = [_recomputed(table, load, metric) for table in (cells, kept)]
                 moves.append(None if None in values else values[1] - values[0])  # type: ignore[operator]
+        evidence[f"stalled_{side}"] = counts
         if not counts:
             continue
         shift = sum(move for move in moves if move is not None) / len(arm)
-        said = f"guard 9, stalls: {counts} calls of the {side} lie {STALL_MADS:g} MADs above the median of their cell"
+        beyond = f"more than {STALL_MADS:g} MADs above the median of their cell"
+        said = f"guard 9, stalls: {counts} calls of the {side} stalled ({beyond})"
         if None in moves or abs(shift) > abs(claimed_effect):
             said += f"; without them its mean moves by {shift:+.4g}, more than the {abs(claimed_effect):.4g} claimed"
             problems.append(invalid(said, "find what stalled (artifacts/sweep/requests.parquet), and measure again"))
         else:
             problems.append(Problem("warning", f"{said}; without them its mean moves by {shift:+.4g}"))
-    return problems
-
-
-def without_stalls(requests: pl.DataFrame, load: Mapping[str, Any]) -> pl.DataFrame:
-    """The requests but for the stalled calls of each cell; failed ones stay, since they count as misses."""
-    timed = per_request(requests, ServiceClass.model_validate(load["service_class"]))
-    finite = pl.when(pl.col("e2e_ms").is_finite()).then(pl.col("e2e_ms"))
-    cell = ["shape", "level"]
-    median = finite.median().over(cell)
-    deviation = (finite - median).abs().median().over(cell)
-    stalled = (finite > median + STALL_MADS * 1.4826 * deviation).fill_null(False)
-    return timed.filter(~stalled).select(requests.columns)
+    return Finding(9, evidence, problems)
 
 
 def _cell(requests: pl.DataFrame, metric: str) -> pl.DataFrame | None:

@@ -122,6 +122,17 @@ def floor_of(evidence: Evidence, better: Better, gate: Gate, margin: float | Non
     return evidence.baseline_value * gate.floor if better == "higher" else evidence.baseline_value / gate.floor
 
 
+def under_the_floor(evidence: Evidence, better: Better, gate: Gate, margin: float | None = None) -> Decision | None:
+    """The rejection of a candidate whose mean does not reach the floor; None when it does, or there is none."""
+    sign = 1.0 if better == "higher" else -1.0
+    floor = floor_of(evidence, better, gate, margin)
+    if floor is None or sign * evidence.candidate_value >= sign * floor:
+        return None
+    inverse = "" if better == "higher" else " (inverse: lower is better)"
+    said = f"under the floor: {number(evidence.candidate_value, 4)} against {number(floor, 4)}, which is "
+    return Decision("reject", [f"{said}{gate.floor:.0%} of the baseline{inverse}"], ["keep the baseline"])
+
+
 def decide(
     evidence: Evidence,
     better: Better,
@@ -152,15 +163,11 @@ def decide(
         return ("+" if sign * value > 0 else "") + number(sign * value)
 
     if evidence.kind == "repetitions":
-        blocked = _too_noisy(evidence, gate)
+        blocked = unsteady(evidence, gate)
         if blocked:
             return blocked
-    floor = floor_of(evidence, better, gate, margin)
-    if floor is not None and sign * evidence.candidate_value < sign * floor:
-        return Decision("reject", [
-            f"under the floor: {number(evidence.candidate_value, 4)} against {number(floor, 4)}, "
-            f"which is {gate.floor:.0%} of the baseline" + ("" if better == "higher" else " (inverse: lower is better)")
-        ], ["keep the baseline"])  # fmt: skip
+    if low_value := under_the_floor(evidence, better, gate, margin):
+        return low_value
     if margin is not None:
         return _no_worse(evidence, low, high, margin, signed, gate)
     shown = evidence.p_value <= alpha
@@ -201,7 +208,7 @@ def _no_worse(
     ], [_more(evidence, abs((low + high) / 2 + margin), gate)])  # fmt: skip
 
 
-def _too_noisy(evidence: Evidence, gate: Gate) -> Decision | None:
+def unsteady(evidence: Evidence, gate: Gate) -> Decision | None:
     """Why repetitions cannot decide: too few, or too far apart."""
     needed = max(gate.min_pairs, fewest_pairs(gate.confidence))
     if evidence.n < needed:

@@ -2,7 +2,8 @@
 
 Each guard stands for one way in which a load measurement was seen to lie. A run with a guard that fails is INVALID:
 its numbers are kept, and stand for nothing. The numbers are those of the methods: 1 unique prompts, 2 token truth,
-3 realised config, 5 load fidelity, 6 survivors, 7 output limit, 10 exclusive device (stray tenants).
+3 realised config, 5 load fidelity, 6 survivors, 7 output limit, 8 frozen draws, 10 exclusive device (stray tenants),
+13 warm-up; 9 is in `stalls`, and what takes two arms (4, 11, 12, 14) in `conditions`. `docs/guards.md` has all of them.
 
 `requests` is the request table: one row per request with `request_id`, `status`, `sent_s`, `intended_s`,
 `asked_prompt_tokens`, `asked_output_tokens`, `prompt_tokens`, `output_tokens`, `token_times`, `finish_reason`.
@@ -46,7 +47,8 @@ class Guard:
         }
 
 
-def _guard(number: int, name: str, evidence: dict[str, Any], problems: Sequence[str], recommendation: str) -> Guard:
+def judged(number: int, name: str, evidence: dict[str, Any], problems: Sequence[str], recommendation: str) -> Guard:
+    """A guard that is valid unless there are problems; the recommendation stands only beside a reason."""
     reason = "; ".join(problems)
     return Guard(number, name, not problems, evidence, reason, recommendation if problems else "")
 
@@ -87,7 +89,7 @@ def unique_prompts(
         "hit_rate_max": max(rates.values(), default=None),
         "hit_rate_allowed": max_hit_rate,
     }
-    return _guard(
+    return judged(
         1, "unique prompts", evidence, problems, "give every request a prompt of its own from its first token"
     )
 
@@ -155,7 +157,7 @@ def token_truth(
         "largest_disagreement": max(differences.values()),
         "disagreement_allowed": max_disagreement,
     }
-    return _guard(
+    return judged(
         2, "token truth", evidence, problems,
         "no other client may use the engine; count tokens from the final usage record",
     )  # fmt: skip
@@ -175,7 +177,7 @@ def realised_as_asked(differences: Sequence[Any]) -> Guard:
         differences: what the realised configuration has otherwise, each naming its setting.
     """
     problems = [f"the engine runs otherwise than asked: {_difference(item)}" for item in differences]
-    return _guard(
+    return judged(
         3, "realised config", {"differences": len(differences)}, problems,
         "ask for what the engine really runs, or correct the checkpoint's config.json (artifacts/serve/realised.json)",
     )  # fmt: skip
@@ -221,7 +223,7 @@ def load_fidelity(requests: pl.DataFrame, scheduled: Mapping[str, int], max_lag_
         "lag_max_ms": max(sent["lag_ms"].to_list(), default=None),
         "lag_allowed_ms": max_lag_p99_ms,
     }
-    return _guard(
+    return judged(
         5, "load fidelity", evidence, problems,
         "leave the client a core of its own (serve.threads), lower load.rates_rps, or stop what else runs here",
     )  # fmt: skip
@@ -273,7 +275,7 @@ def survivors(scheduled_ids: Sequence[str], requests: pl.DataFrame, cells: pl.Da
         "failed": sum(failures.values()),
         "failures": dict(sorted(failures.items())),
     }
-    return _guard(6, "survivors", evidence, problems, "compute tails over every scheduled request, failures included")
+    return judged(6, "survivors", evidence, problems, "compute tails over every scheduled request, failures included")
 
 
 def output_limit(requests: pl.DataFrame) -> Guard:
@@ -292,15 +294,65 @@ def output_limit(requests: pl.DataFrame) -> Guard:
             f"{row['output_tokens']} for {row['asked_output_tokens']}"
         )
     evidence = {"answers": ok.height, "ended_otherwise": sum(other.values()), "wrong_length": wrong.height}
-    return _guard(7, "output limit honoured", evidence, problems,
+    return judged(7, "output limit honoured", evidence, problems,
                   "the engine must honour ignore_eos, min_tokens and max_tokens")  # fmt: skip
 
 
-def exclusive_device(lease: Mapping[str, Any] | None) -> Guard:
-    """Guard 10: while the times were taken, no other run of this host could use the device.
+CHANCE = 1e-6
+"""Sampled answers that are equal with a smaller probability than this were not drawn."""
+
+
+def frozen_draws(draws: pl.DataFrame) -> Guard:
+    """Guard 8: answers that were sampled with different seeds are different, but for what chance explains.
+
+    Chance is known in closed form: an answer with log-probability L is drawn by each other call with probability
+    p = exp(L), so that m - 1 or more of the other n - 1 calls repeat it with a binomial tail, and one of n answers does
+    with at most n times that. A model that is nearly certain of its answer repeats it rightly.
+
+    Args:
+        draws: one row per call with `seed` (all different), `token_ids`, `logprob` (null: the engine does not tell).
+    """
+    counts = Counter(tuple(ids) for ids in draws["token_ids"].to_list())
+    logprobs = {tuple(row["token_ids"]): row["logprob"] for row in draws.iter_rows(named=True)}
+    n = draws.height
+    problems, chances = [], []
+    for answer, times in counts.items():
+        if times < 2:
+            continue
+        logprob = logprobs[answer]
+        if logprob is None:
+            problems.append(f"{times} of {n} sampled answers are the same, and the engine tells no log-probability")
+            continue
+        chances.append(min(n * _tail(n - 1, math.exp(min(logprob, 0.0)), times - 1), 1.0))
+        if chances[-1] < CHANCE:
+            problems.append(
+                f"{times} of {n} sampled answers with different seeds are the same {len(answer)} tokens, which chance "
+                f"does with probability {chances[-1]:.1g}"
+            )
+    if n < 2:
+        problems.append(f"{n} answers were sampled: two at least are needed to compare")
+    evidence = {"calls": n, "distinct": len(counts), "chance_of_the_repeats": min(chances, default=None)}
+    return judged(
+        8, "frozen draws", evidence, problems,
+        "make the engine honour `seed` (and keep no answers); until then nothing that was sampled from it counts twice",
+    )  # fmt: skip
+
+
+def _tail(n: int, p: float, at_least: int) -> float:
+    """Probability of `at_least` or more successes in n trials."""
+    return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(at_least, n + 1))
+
+
+def exclusive_device(
+    lease: Mapping[str, Any] | None, tenants: Mapping[str, Any] | None = None, max_cpu_share: float = 1.0
+) -> Guard:
+    """Guard 10: while the times were taken, no other run of this host could use the device, and no other program did.
 
     Args:
         lease: as provenance records it (`oneaxis.lease.Lease.as_json`); None when no lease was held.
+        tenants: what other processes did (`oneaxis.tenants`): `cpus`, `other_cpus`, `busiest`, `gpu_processes` before
+            the engine started; None where only the lease is judged.
+        max_cpu_share: largest share of `cpus` that others may have kept busy.
     """
     problems = []
     if not lease:
@@ -308,7 +360,50 @@ def exclusive_device(lease: Mapping[str, Any] | None) -> Guard:
     elif not lease["exclusive"]:
         problems.append(f"{lease['device']} was shared with other runs")
     evidence = {"device": lease["device"] if lease else None, "exclusive": bool(lease and lease["exclusive"])}
-    return _guard(
+    if tenants is not None:
+        share = tenants["other_cpus"] / tenants["cpus"]
+        if share > max_cpu_share:
+            names = ", ".join(tenants["busiest"]) or "processes that have ended"
+            problems.append(
+                f"other processes kept {tenants['other_cpus']:.2f} of {tenants['cpus']} CPUs busy ({names}; "
+                f"guards.max_stray_cpu_share {max_cpu_share:.0%})"
+            )
+        if tenants["gpu_processes"]:
+            problems.append(f"on the GPU before the engine: {', '.join(tenants['gpu_processes'])}")
+        evidence |= {"other_cpu_share": share, "other_cpu_share_allowed": max_cpu_share}
+    return judged(
         10, "exclusive device", evidence, problems,
-        "measure by `oneaxis run` or `dvc repro`, whose timing stages take an exclusive lease",
+        "measure by `oneaxis run` or `dvc repro`, whose timing stages take an exclusive lease, and stop what else runs",
     )  # fmt: skip
+
+
+def warmed_up(conditions: Sequence[Mapping[str, Any]], warmup_ids: Sequence[str], measured_ids: Sequence[str]) -> Guard:
+    """Guard 13: every cell had a warm-up, of requests that are not measured, all of which succeeded.
+
+    Args:
+        conditions: one a cell: `shape`, `level`, `warmup_requests`, `warmup_ok`, `prefix_cache_reset`.
+        warmup_ids: of every request that was sent to warm up.
+        measured_ids: of every request in the request table.
+    """
+    problems = []
+    both = sorted(set(warmup_ids) & set(measured_ids))
+    if both:
+        problems.append(f"{len(both)} requests of the warm-up are measured too, such as {both[0]}")
+    without = [cell for cell in conditions if not cell["warmup_requests"]]
+    if without:
+        problems.append(f"{len(without)} of {len(conditions)} cells had no warm-up: their first requests are one")
+    for cell in conditions:
+        if cell["warmup_ok"] < cell["warmup_requests"]:
+            problems.append(f"{cell['shape']} {cell['level']}: {cell['warmup_ok']} of {cell['warmup_requests']} "
+                            "requests of the warm-up succeeded")  # fmt: skip
+    sent = sorted({cell["warmup_requests"] for cell in conditions})
+    if len(sent) > 1:
+        problems.append(f"the cells were warmed up by {sent[0]} to {sent[-1]} requests")
+    evidence = {
+        "cells": len(conditions),
+        "warmup_requests": sum(cell["warmup_requests"] for cell in conditions),
+        "succeeded": sum(cell["warmup_ok"] for cell in conditions),
+        "caches_reset": sum(bool(cell["prefix_cache_reset"]) for cell in conditions),
+    }
+    return judged(13, "warm-up", evidence, problems,
+                  "set load.warmup_requests to 1 or more, and see why one failed")  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from oneaxis.judge.compare import Verdict
 from oneaxis.judge.conditions import say
-from oneaxis.report.text import number, signed_percent
+from oneaxis.report.text import guards_tally, number, signed_percent
 
 WIDTH = 98
 LABEL = 12
@@ -59,6 +59,11 @@ def _body(verdict: Verdict, colour: bool, notes: Sequence[str]) -> list[str]:
     lines = [f"{shown}{verdict.metric} ({verdict.better} is better)" + ("" if verdict.claim else ", no claim")]
     if verdict.effect is not None:
         lines += _numbers(verdict)
+    if verdict.guards:
+        failed = ", ".join(
+            f"{entry['guard']} {entry['name']}" for entry in verdict.guards if entry["state"] == "failed"
+        )
+        lines += _wrapped("guards", guards_tally(verdict.guards) + (f": {failed}" if failed else ""))
     return [*lines, *_list("why", verdict.reasons), *_list("to do", verdict.recommendations), *_list("note", notes)]
 
 

@@ -7,6 +7,7 @@ import polars as pl
 
 from oneaxis.config.schema import Guards, Load
 from oneaxis.judge import guards
+from oneaxis.judge.stalls import stalls
 from oneaxis.load.levels import at_one_rate, level_name, level_size
 from oneaxis.load.metrics import (
     CAPACITY_ATTAINMENT,
@@ -69,14 +70,20 @@ def judge(
     differences: Sequence[Any],
     bounds: Guards,
     *,
+    load: Load,
     lease: Mapping[str, Any] | None,
+    tenants: Mapping[str, Any],
+    draws: pl.DataFrame,
 ) -> list[guards.Guard]:
     """The validity guards of a sweep, in their order.
 
     Args:
         differences: what the engine runs otherwise than asked (`realised_config`).
         lease: of the device, as provenance records it; None when none was held.
+        tenants: who else used the machine (`oneaxis.tenants`).
+        draws: the sampled answers of the probe (`oneaxis.load.draws`).
     """
+    measured = sweep.requests["request_id"].to_list()
     labels = [f"{shape} {level}" for shape, level in cells.select("shape", "level").iter_rows()]
     prompts = [*plan.arrivals["prompt_token_ids"].to_list(), *plan.warmups["prompt_token_ids"].to_list()]
     planned = plan.arrivals.group_by("shape", "level", maintain_order=True).len()
@@ -95,7 +102,10 @@ def judge(
         guards.load_fidelity(sweep.requests, scheduled, bounds.max_send_lag_p99_ms),
         guards.survivors(plan.arrivals["request_id"].to_list(), sweep.requests, cells),
         guards.output_limit(sweep.requests),
-        guards.exclusive_device(lease),
+        guards.frozen_draws(draws),
+        stalls(sweep.requests, load.model_dump(), bounds.max_stall_shift),
+        guards.exclusive_device(lease, tenants, bounds.max_stray_cpu_share),
+        guards.warmed_up(sweep.conditions, plan.warmups["request_id"].to_list(), measured),
     ]
 
 

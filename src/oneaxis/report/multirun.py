@@ -135,6 +135,8 @@ def _part(multirun: Multirun, comparison: Comparison, *, plotted: bool) -> Part:
     baseline = multirun.plan.baseline.name
     plots: list[Plot] = []
     tables = [verdicts.effect_table(multirun, comparison) if plotted else verdicts.short_table(multirun, comparison)]
+    guards = verdicts.guards_table(comparison)
+    tables += [guards] if guards else []
     measured = verdicts.repetitions(multirun, comparison.metric)
     if measured and plotted:
         tables.append(verdicts.repetitions_table(comparison.metric, measured))

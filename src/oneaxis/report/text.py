@@ -131,3 +131,11 @@ def shorten(words: str, most: int) -> str:
         return line
     head = (most - 1) // 2
     return f"{line[:head]}…{line[len(line) - (most - 1 - head) :]}"
+
+
+def guards_tally(entries: Sequence[Mapping[str, Any]]) -> str:
+    """`14 guards: 9 passed, 1 failed, 4 not applicable`, of rows as `verdicts.json` holds them."""
+    counts = {state: sum(entry["state"] == state for entry in entries)
+              for state in ("passed", "failed", "not applicable")}  # fmt: skip
+    said = [f"{count} {state}" for state, count in counts.items() if count or state == "passed"]
+    return f"{len(entries)} guards: {', '.join(said)}"

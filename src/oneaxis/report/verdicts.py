@@ -26,6 +26,10 @@ DESCRIBED = {"accept": "better", "reject": "worse"}
 TONES = {"accept": "good", "reject": "bad", "invalid": "invalid", "not judged": "invalid"}
 CARD_WORDS = 60
 SHOWN_VALUES = 12
+LEDGERS_IN_FULL = 6
+"""Of more candidates, the guards of one metric are summed up in a row each."""
+GUARD_WORDS = {"passed": "✓ passed", "failed": "✕ failed", "not applicable": "– not applicable"}
+GUARD_TONES = {"passed": "good", "failed": "bad"}
 
 
 @dataclass(frozen=True)
@@ -297,6 +301,41 @@ def controls(multirun: Multirun, compared: Sequence[Comparison]) -> Table | None
          "against it"), rows, "llsrlrrrl", caption="Changes against their controls", tones=tones,
         note="A change that does not beat its control does not help for the reason that it was made for.",
     )  # fmt: skip
+
+
+def guards_table(comparison: Comparison) -> Table | None:
+    """The fourteen guards of every candidate in one metric, those that failed first; None where no verdict has them."""
+    judged = [row for row in comparison.rows if row.verdict.get("guards")]
+    if not judged:
+        return None
+    tallies = dict.fromkeys(text.guards_tally(row.verdict["guards"]) for row in judged)
+    caption = f"{comparison.metric}: {' / '.join(tallies)}" if len(tallies) <= 2 else f"{comparison.metric}: guards"
+    if len(judged) > LEDGERS_IN_FULL:
+        failed = [[entry for entry in row.verdict["guards"] if entry["state"] == "failed"] for row in judged]
+        rows: list[list[str | Link]] = [
+            [row.point, text.guards_tally(row.verdict["guards"]), ". ".join(_guard_title(entry) for entry in own)]
+            for row, own in zip(judged, failed, strict=True)
+        ]
+        return Table(("Point", "guards", "failed"), rows, "lsw", caption=caption, folded=True,
+                     tones=["bad" if own else "good" for own in failed])  # fmt: skip
+    entries = [(row, entry) for row in judged
+               for entry in sorted(row.verdict["guards"], key=lambda entry: entry["state"] != "failed")]  # fmt: skip
+    rows = [
+        [
+            row.point, _guard_title(entry), GUARD_WORDS[entry["state"]], text.evidence(entry.get("evidence") or {}),
+            ". ".join(filter(None, (entry.get("reason"), entry.get("recommendation"), *(entry.get("notes") or ())))),
+        ]
+        for row, entry in entries
+    ]  # fmt: skip
+    return Table(
+        ("Point", "guard", "", "what it saw", "why, and what to do"), rows, "llsww", caption=caption, folded=True,
+        tones=[GUARD_TONES.get(entry["state"], "") for _, entry in entries],
+        note="Figures of several runs are the largest of them. docs/guards.md says what each guard stands against.",
+    )  # fmt: skip
+
+
+def _guard_title(entry: Mapping[str, Any]) -> str:
+    return f"{entry['guard']} {entry['name']}"
 
 
 # --- the points ----------------------------------------------------------------------------------------------
