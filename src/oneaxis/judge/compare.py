@@ -175,8 +175,10 @@ def prepare(
     if not timed:
         baseline, candidate = baseline[:1], candidate[:1]
     arms = (list(baseline), list(candidate))
-    found_axes, problems = list(axes or ()), list(conditions.arms_valid(arms, stage))
-    findings: list[Finding] = []
+    of_runs = list(conditions.arms_valid(arms, stage))
+    problems = [found for found in of_runs if isinstance(found, Problem)]
+    findings = [found for found in of_runs if isinstance(found, Finding)]
+    found_axes = list(axes or ())
     evidence = None
     if all(record.ended for arm in arms for record in arm):
         found_axes, beyond = conditions.one_axis(arms[0][0], arms[1][0], axes, combination)

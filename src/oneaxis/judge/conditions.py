@@ -22,7 +22,7 @@ from oneaxis.judge.records import UPSTREAM, Record, differences
 from oneaxis.judge.stalls import STALL_MADS, without_stalls
 from oneaxis.judge.units import CELL_LATENCY, Problem
 from oneaxis.judge.validity import differences as engine_differences
-from oneaxis.judge.validity import judge_run
+from oneaxis.judge.validity import judge_run, why_invalid
 from oneaxis.load.metrics import capacity, summarise_cell
 from oneaxis.multirun.record import Axis
 
@@ -43,10 +43,13 @@ def invalid(reason: str, recommendation: str) -> Problem:
 # --- each arm by itself ---------------------------------------------------------------------------------------------
 
 
-def arms_valid(arms: Arms, stage: str) -> Iterator[Problem]:
-    """Every run ended, ran with its own settings, and is VALID in the stages that the metric rests on."""
+def arms_valid(arms: Arms, stage: str) -> Iterator[Problem | Finding]:
+    """Every run ended, ran with its own settings, and is VALID in the stages that the metric rests on.
+
+    What a guard of a single run says is a finding of that guard.
+    """
     relied_on = (*UPSTREAM[stage], stage, *(("serve",) if stage == "sweep" else ()))
-    found: dict[str, list[str]] = {}
+    found: dict[tuple[int | None, str], list[str]] = {}
     for record in (record for arm in arms for record in arm):
         if not record.ended:
             said = f"{record.status.state}: {record.status.message}" if record.status else "did not end"
@@ -58,14 +61,15 @@ def arms_valid(arms: Arms, stage: str) -> Iterator[Problem]:
         if stale:
             said = f"{record.name}: {', '.join(stale)} ran with other settings than its params.yaml"
             yield invalid(said, "run it again")
-        reasons = list(judge_run(record.results, relied_on).reasons)
+        reasons = why_invalid(record.results, relied_on)
         if stage == "score" and record.settings.get("score", {}).get("engine") == "vllm":
             # An engine other than the one asked for gives other answers where it scores.
-            reasons += [f"engine: {difference}" for difference in engine_differences(record.results)]
-        for reason in reasons:
-            found.setdefault(reason, []).append(record.name)
-    for reason, names in found.items():
-        yield invalid(f"{_names(names)} INVALID: {reason}", "mend what the guard names, then measure again")
+            reasons += [(3, f"engine: {difference}") for difference in engine_differences(record.results)]
+        for numbered in reasons:
+            found.setdefault(numbered, []).append(record.name)
+    for (number, reason), names in found.items():
+        problem = invalid(f"{_names(names)} INVALID: {reason}", "mend what the guard names, then measure again")
+        yield problem if number is None else Finding(number, {}, [problem])
     yield from _harmed(arms, relied_on)
     yield from _other_stages(arms, relied_on)
 
@@ -222,6 +226,9 @@ def same_arrivals(runs: Sequence[tuple[Record, Record]], axes: Sequence[Axis]) -
         return None
     equal = 0
     for one, other in runs:
+        if not all("sweep" in record.results.manifests for record in (one, other)):
+            # There is no load to compare, which is said elsewhere.
+            continue
         hashes = [
             record.results.manifests.get("sweep", {}).get("files", {}).get("arrivals.parquet", {}).get("sha256")
             for record in (one, other)

@@ -33,13 +33,25 @@ def judge_run(results: "Results", stages: Sequence[str] = tuple(STAGE_SECTIONS))
     Args:
         stages: those that the reader relies on; the guards of others do not touch their numbers.
     """
-    reasons: list[str] = []
+    reasons = [reason for _, reason in why_invalid(results, stages)]
+    return Validity(valid=not reasons, reasons=reasons, warnings=_warnings(results))
+
+
+def why_invalid(results: "Results", stages: Sequence[str]) -> list[tuple[int | None, str]]:
+    """Each reason with the number of the guard that gives it; None where it is no guard's."""
+    found: list[tuple[int | None, str]] = []
     if "sweep" in stages:
-        reasons += _load(results)
-    if {"serve", "sweep"} & set(stages) and not any(reason.startswith("guard 3,") for reason in reasons):
+        found += _load(results)
+    if {"serve", "sweep"} & set(stages) and 3 not in [number for number, _ in found]:
         # The load's own third guard says the same of the same engine; one line is enough.
-        reasons += [f"engine: {difference}" for difference in differences(results)]
-    reasons += _leases(results, [stage for stage in ("serve", "sweep") if stage in stages])
+        found += [(3, f"engine: {difference}") for difference in differences(results)]
+    found += _leases(results, [stage for stage in ("serve", "sweep") if stage in stages])
+    return found + [(None, reason) for reason in _not_measured(results, stages)]
+
+
+def _not_measured(results: "Results", stages: Sequence[str]) -> list[str]:
+    """What ended early, or is missing."""
+    reasons = []
     stopped = (results.document("train_dpo", "displacement.json") or {}).get("stopped")
     if "train_dpo" in stages and stopped:
         reasons.append(f"train_dpo: {stopped['reason']}; the policy is that of an unfinished training")
@@ -49,27 +61,28 @@ def judge_run(results: "Results", stages: Sequence[str] = tuple(STAGE_SECTIONS))
     quantised = "quantize" in results.manifests and results.section("quantize")["kind"] != "none"
     if "quantize" in stages and quantised and "quantize/delta_nll" not in results.metrics:
         reasons.append("quantize: perplexity was not measured on the written checkpoint")
-    return Validity(valid=not reasons, reasons=reasons, warnings=_warnings(results))
+    return reasons
 
 
-def _load(results: "Results") -> list[str]:
+def _load(results: "Results") -> list[tuple[int | None, str]]:
     guards = results.document("sweep", "guards.json")
     if not guards:
-        return ["load: no guard vouches for it (sweep wrote no guards.json)"]
+        return [(None, "load: no guard vouches for it (sweep wrote no guards.json)")]
     return [
-        f"guard {guard['guard']}, {guard['name']}: {guard['reason']}" for guard in guards if not guard["valid"]
+        (guard["guard"], f"guard {guard['guard']}, {guard['name']}: {guard['reason']}")
+        for guard in guards if not guard["valid"]
     ]  # fmt: skip
 
 
-def _leases(results: "Results", timed: Sequence[str]) -> list[str]:
+def _leases(results: "Results", timed: Sequence[str]) -> list[tuple[int | None, str]]:
     """A load measured by the stage has this guard among its own; the engine's start has it here alone."""
-    reasons = []
+    reasons: list[tuple[int | None, str]] = []
     for stage in timed:
         held = exclusive_device(results.provenance.get(stage, {}).get("lease"))
         guards = results.document("sweep", "guards.json") if stage == "sweep" else None
-        said_so = any(guard["guard"] == held.number for guard in guards or [])
+        said_so = any(guard["guard"] == held.number and not guard["valid"] for guard in guards or [])
         if stage in results.provenance and not held.valid and not said_so:
-            reasons.append(f"{stage}: {held.reason}")
+            reasons.append((held.number, f"{stage}: {held.reason}"))
     return reasons
 
 
