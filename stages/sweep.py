@@ -1,8 +1,9 @@
 """sweep: open-loop load on the served checkpoint, every shape at every rate, and whether the numbers can be trusted.
 
 Reads the served checkpoint and the held-out text (prompts are cut from it). Writes `arrivals.parquet` (the plan, with
-every prompt), `draws.parquet` (the probe of guard 8), `requests.parquet`, `server_samples.parquet`, `cells.parquet`,
-`summary.json` and `guards.json`. A sweep whose guards fail is written all the same, and says INVALID.
+every prompt), `draws.parquet` (the probe of guard 8), `requests.parquet`, the server's own account
+(`server_samples.parquet`, `server_histograms.parquet`), `cells.parquet`, `summary.json` and `guards.json`. A sweep
+whose guards fail is written all the same, and says INVALID.
 """
 
 import sys

@@ -26,7 +26,7 @@ from tests.load.fake_server import Answer, FakeServer, fake_server
 
 HELD = {"device": "cpu 0-1", "exclusive": True, "waited_s": 0.0}
 GUARDS = Guards(max_send_lag_p99_ms=100.0, max_prefix_hit_rate=0.01, max_token_disagreement=0.01, max_stall_shift=1.0,
-                max_stray_cpu_share=1.0)  # fmt: skip
+                max_stray_cpu_share=1.0, max_server_disagreement=0.05, max_server_disagreement_ms=50.0)  # fmt: skip
 
 LOAD = Load.model_validate(
     {
@@ -94,6 +94,14 @@ def test_a_clean_sweep_end_to_end(plan: Plan) -> None:
     assert [condition["prefix_cache_reset"] for condition in sweep.conditions] == [True, True]
     assert sweep.samples.height >= 4
     assert set(sweep.samples["kv_cache_usage"]) == {0.25}
+    # 10 answers of 5 tokens: 10 first tokens in all buckets, 40 gaps of 30 ms.
+    ttft = sweep.histograms.filter((pl.col("shape") == "short") & (pl.col("histogram") == "ttft"))
+    assert ttft["count"].sum() == sweep.counters["short", "r10"]["ttft_count"] == 10
+    assert sweep.counters["short", "r10"]["itl_count"] == 40
+    assert sweep.counters["short", "r10"]["itl_sum_s"] == pytest.approx(1.2, abs=0.4)
+    short = sweep.samples.filter(pl.col("shape") == "short")["output_tokens"]
+    assert short.is_sorted()
+    assert short[-1] - short[0] > 20
 
     cells = summarise(sweep, LOAD)
     metrics = flat_metrics(cells, judge(plan, sweep, cells, [], GUARDS, **CLEAN))
@@ -134,7 +142,7 @@ def test_what_is_said_of_a_sweep(plan: Plan) -> None:
     assert "on TTFT alone" in lines[0]
     assert "n too small for a p90" in lines[0]
     assert lines[-3] == f"long: capacity {long['goodput_tok_s']:.1f} tok/s at 10 req/s"
-    assert lines[-1] == "load: VALID (10 guards)"
+    assert lines[-1] == "load: VALID (11 guards)"
     said = report_lines(document, judge(plan, sweep, cells, ["kv_cache_dtype: fp8"], GUARDS, **CLEAN))
     assert said[-2] == "load: INVALID"
     assert "guard 3, realised config: the engine runs otherwise than asked: kv_cache_dtype: fp8. To do: " in said[-1]
@@ -152,10 +160,19 @@ def test_guards_fail_for_what_the_server_does(plan: Plan) -> None:
         # Somebody else used the engine.
         other = {name: {**counted, "output_tokens": 90.0} for name, counted in sweep.counters.items()}
         shared = Sweep(sweep.requests, sweep.samples, other, sweep.conditions)
-        assert invalid(plan, shared) == [2]
+        assert invalid(plan, shared) == [2, 15]
         # The slowest is left out.
         fewer = Sweep(sweep.requests.head(19), sweep.samples, sweep.counters, sweep.conditions)
         assert {5, 6} <= set(invalid(plan, fewer))
+
+
+def test_a_client_that_reads_late_does_not_agree_with_the_server(plan: Plan) -> None:
+    # The process is held up for 0.3 s a time, whenever it looks after the engine: what has arrived waits to be read.
+    with fake_server(Answer(gap_s=0.03), client_pause_s=0.3) as server:
+        sweep = sweep_of(server, plan)
+    found = judge(plan, sweep, summarise(sweep, LOAD), [], GUARDS, **CLEAN)[-1]
+    assert (found.number, found.valid) == (15, False)
+    assert "mean TTFT" in found.reason
 
 
 def test_prompts_that_repeat_trip_the_guard_by_themselves_and_by_the_servers_counter(plan: Plan) -> None:
@@ -207,7 +224,8 @@ def project(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
 
     folder = tmp_path_factory.mktemp("project")
     config = compose(root / "conf", ["profile=tiny", "quantize=none", "load.duration_s=4",
-                                     "load.warmup_requests=2", "guards.max_send_lag_p99_ms=500"])  # fmt: skip
+                                     "load.warmup_requests=2", "guards.max_send_lag_p99_ms=500",
+                                     "guards.max_server_disagreement_ms=25"])  # fmt: skip
     write_params(config, folder)
     checkpoint = folder / derived_paths(config.model_dump())["served"]
     checkpoint.parent.mkdir(parents=True)
@@ -261,6 +279,13 @@ def test_real_engine_clean_and_with_prompts_that_repeat(project: Path) -> None:
     assert [guard for guard in verdicts if not guard.valid] == []
     assert cells["failed"].to_list() == [0, 0]
     assert cells["prefix_hit_rate"].to_list() == [0, 0]
+    # One token a step and request, but for steps that took several requests.
+    assert (cells["tokens_per_step"] >= 1).all()
+    assert (cells["server_finished"] == cells["n"]).all()
+    assert cells["accepted_per_draft"].to_list() == [None, None]
+    for name in ("ttft", "itl", "e2e", "queue", "prefill", "decode"):
+        counted = sweep.histograms.filter(pl.col("histogram") == name).group_by("shape").agg(pl.col("count").sum())
+        assert dict(counted.iter_rows()) == dict(cells.select("shape", f"server_{name}_count").iter_rows())
     # The server's own counters, exactly: tokens in and out of the measured requests.
     for cell in cells.iter_rows(named=True):
         shape = next(shape for shape in load.shapes if shape.name == cell["shape"])

@@ -667,6 +667,10 @@ class Guards(Section):
     """Largest relative change of a headline figure when the calls that stalled are left out."""
     max_stray_cpu_share: Fraction
     """Largest share of the CPUs that other processes may keep busy during a sweep."""
+    max_server_disagreement: Fraction
+    """Largest relative difference between what the client and what the server say of a cell: mean TTFT and ITL, tokens,
+    requests. Of times this or `max_server_disagreement_ms`, whichever is larger."""
+    max_server_disagreement_ms: Positive
 
 
 # --- experiment, gate: read by multiruns and verdicts, never by a stage -----------------------------------------

@@ -3,7 +3,8 @@
 Each guard stands for one way in which a load measurement was seen to lie. A run with a guard that fails is INVALID:
 its numbers are kept, and stand for nothing. The numbers are those of the methods: 1 unique prompts, 2 token truth,
 3 realised config, 5 load fidelity, 6 survivors, 7 output limit, 8 frozen draws, 10 exclusive device (stray tenants),
-13 warm-up; 9 is in `stalls`, and what takes two arms (4, 11, 12, 14) in `conditions`. `docs/guards.md` has all of them.
+13 warm-up, 15 server truth; 9 is in `stalls`, and what takes two arms (4, 11, 12, 14) in `conditions`. `docs/guards.md`
+has all of them.
 
 `requests` is the request table: one row per request with `request_id`, `status`, `sent_s`, `intended_s`,
 `asked_prompt_tokens`, `asked_output_tokens`, `prompt_tokens`, `output_tokens`, `token_times`, `finish_reason`.
@@ -407,3 +408,68 @@ def warmed_up(conditions: Sequence[Mapping[str, Any]], warmup_ids: Sequence[str]
     }
     return judged(13, "warm-up", evidence, problems,
                   "set load.warmup_requests to 1 or more, and see why one failed")  # fmt: skip
+
+
+def server_truth(
+    cells: Mapping[str, tuple[pl.DataFrame, Mapping[str, float | None]]], max_share: float, max_ms: float
+) -> Guard:
+    """Guard 15: the client and the server tell the same of each cell: mean TTFT, mean ITL, tokens and requests.
+
+    Times may differ by `max_share` of the server's or by `max_ms`, whichever is larger; counts by `max_share`. TTFT is
+    counted from the actual sending here, since a server knows of no request before. The mean gap of a token is the time
+    between first and last tokens over the tokens between, on both sides, so that it is the same for chunks of several.
+    Where requests failed the server may have seen more of them than the client: counts then have a range to lie in, and
+    a mean over other requests is not compared.
+
+    Args:
+        cells: by name the requests, and what the server counted over them (`oneaxis.load.server.Account.counters`).
+    """
+    problems, worst, compared = [], {"ttft_ms": 0.0, "itl_ms": 0.0}, 0
+    for cell, (requests, counted) in cells.items():
+        names = ("ttft_sum_s", "ttft_count", "itl_sum_s", "prompt_tokens", "output_tokens")
+        if lacking := [name for name in names if counted.get(name) is None]:
+            problems.append(f"{cell}: the server has no {', '.join(lacking)} to hold the client against")
+            continue
+        server = {name: float(counted[name] or 0.0) for name in names}
+        begun = requests.filter(pl.col("first_token_s").is_not_null() & pl.col("sent_s").is_not_null())
+        ok, failed = requests.filter(pl.col("status") == "ok"), requests.filter(pl.col("status") != "ok")
+        arrived = int(requests["token_times"].list.len().sum())
+        counts = {
+            "first tokens": (server["ttft_count"], begun.height, begun.height + failed.height),
+            "output tokens": (server["output_tokens"], arrived,
+                              int(ok["output_tokens"].sum()) + int(failed["asked_output_tokens"].sum())),
+            "prompt tokens": (server["prompt_tokens"], int(ok["prompt_tokens"].sum()),
+                              int(ok["prompt_tokens"].sum()) + int(failed["asked_prompt_tokens"].sum())),
+        }  # fmt: skip
+        for name, (theirs, low, high) in counts.items():
+            if _outside(theirs, low, max(low, high)) > max_share:
+                mine = f"{low}" if low >= high else f"{low} to {high}"
+                problems.append(f"{cell}: {theirs:.0f} {name} by the server, {mine} by the client")
+        if begun.height == 0 or server["ttft_count"] != begun.height:
+            continue
+        compared += 1
+        means = {"ttft_ms": (server["ttft_sum_s"] / begun.height, (begun["first_token_s"] - begun["sent_s"]).mean())}
+        between = arrived - begun.height
+        if between > 0 and not failed.height:
+            last, first = begun["token_times"].list.last(), begun["token_times"].list.first()
+            means["itl_ms"] = (server["itl_sum_s"] / between, (last - first).sum() / between)
+        for name, (theirs, mean) in means.items():
+            assert isinstance(mean, float)
+            difference = 1000 * (mean - theirs)
+            worst[name] = max(worst[name], difference, key=abs)
+            if abs(difference) > max(max_share * 1000 * theirs, max_ms):
+                problems.append(
+                    f"{cell}: mean {name.removesuffix('_ms').upper()} {1000 * mean:.1f} ms by the client, "
+                    f"{1000 * theirs:.1f} ms by the server (guards.max_server_disagreement {max_share:.0%}, "
+                    f"guards.max_server_disagreement_ms {max_ms:g})"
+                )
+    evidence = {
+        "cells": len(cells),
+        "means_compared": compared,
+        "ttft_difference_ms": worst["ttft_ms"],
+        "itl_difference_ms": worst["itl_ms"],
+    }
+    return judged(
+        15, "server truth", evidence, problems,
+        "leave the client and the server's own process a core each (serve.threads), and no other client on the engine",
+    )  # fmt: skip

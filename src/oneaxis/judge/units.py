@@ -38,7 +38,8 @@ TRAINED = re.compile(r"^train_dpo/(chosen|rejected|margin)_(logp_before|logp_aft
 ESCAPE = re.compile(r"^train_dpo/escape_(?P<text>.+)_(?P<what>logp_before|logp_after|delta)$")
 ANSWERED = re.compile(r"^train_dpo/(?P<share>refusal|empty)_rate_(?P<when>before|after)$")
 TIMED_IN_CELL = re.compile(
-    r"^((ttft|itl|tpot|e2e)_p\d+_ms|attainment|goodput_tok_s|output_tok_s|achieved_rate_rps|failed)$"
+    r"^((ttft|itl|tpot|e2e)_p\d+_ms|attainment|goodput_tok_s|output_tok_s|achieved_rate_rps|failed"
+    r"|tokens_per_step|accepted_per_draft|tokens_per_verification|accepted_at_\d+)$"
 )
 
 MOVED = {"quantize/kl": ("kl", 0.0), "quantize/top1_agreement": ("same_top1", 1.0)}
@@ -113,7 +114,7 @@ def better_of(metric: str) -> Better | None:
         r"perplexity|nll|^kl$|ttft|itl|tpot|e2e|cold_start|failed|rejected|escape|refusal_rate|empty_rate|error", name
     ):
         return "lower"
-    higher = r"goodput|attainment|capacity|tok_s|chosen|margin|achieved|agreement|copy_exact"
+    higher = r"goodput|attainment|capacity|tok_s|tokens_per|accepted|chosen|margin|achieved|agreement|copy_exact"
     if kind_of(metric) == "items" or re.search(higher, name):
         return "higher"
     return None

@@ -27,8 +27,9 @@ def write_record(
     Args:
         document: of `summary.json`.
     """
-    tables = {"arrivals": plan.arrivals, "draws": draws, "requests": sweep.requests, "server_samples": sweep.samples}
-    for name, table in (tables | {"cells": cells}).items():
+    tables = {"arrivals": plan.arrivals, "draws": draws, "requests": sweep.requests, "cells": cells}
+    account = {"server_samples": sweep.samples, "server_histograms": sweep.histograms}
+    for name, table in (tables | account).items():
         table.write_parquet(out / f"{name}.parquet")
     over_rate(cells).write_csv(out / "over_rate.csv")
     write_json(out / "summary.json", document)

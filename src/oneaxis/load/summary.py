@@ -33,6 +33,9 @@ CELL_METRICS = (
     "prefix_hit_rate",
     "saturated",
     "queue_growth_rps",
+    "tokens_per_step",
+    "accepted_per_draft",
+    "tokens_per_verification",
 )
 """Columns of a cell that become metrics; the others stand in `cells.parquet`."""
 
@@ -50,6 +53,7 @@ def summarise(sweep: Sweep, load: Load) -> pl.DataFrame:
                 "rate_rps": requests["rate_rps"][0],
                 **summarise_cell(requests, load.service_class, load.duration_s, open_loop=at_one_rate(level)),
                 "prefix_hit_rate": hit_rate(counted["prefix_cache_hits"], counted["prefix_cache_queries"]),
+                **speculation(counted),
                 **{f"server_{name}": value for name, value in counted.items()},
             }
         )
@@ -61,6 +65,30 @@ def hit_rate(hits: float | None, queries: float | None) -> float | None:
     if hits is None or queries is None:
         return None
     return hits / queries if queries else 0.0
+
+
+def speculation(counted: Mapping[str, float | None]) -> dict[str, float | None]:
+    """What a step of the engine gave: None where it counts no steps, and, but for the first, where it does not draft.
+
+    - `tokens_per_step`: output tokens by engine steps (target forward passes) that gave any; a batch counts as one.
+    - `accepted_per_draft`: drafted tokens that were accepted, a draft. `tokens_per_verification`: one more, which the
+      target model itself gives: tokens of one sequence for one pass over a draft. Steps without a draft are not in it.
+    - `accepted_at_1`, `accepted_at_2` ...: share of the drafts whose first, second ... token was accepted.
+
+    Args:
+        counted: what the server counted over a cell.
+    """
+    output, steps, drafts = (counted.get(name) for name in ("output_tokens", "steps", "drafts"))
+    accepted = counted.get("accepted_tokens")
+    found: dict[str, float | None] = {
+        "tokens_per_step": output / steps if output is not None and steps else None,
+        "accepted_per_draft": accepted / drafts if accepted is not None and drafts else None,
+        "tokens_per_verification": 1 + accepted / drafts if accepted is not None and drafts else None,
+    }
+    for name, value in sorted(counted.items()):
+        if name.startswith("accepted_at_"):
+            found[name] = value / drafts if value is not None and drafts else None
+    return found
 
 
 def judge(
@@ -106,6 +134,14 @@ def judge(
         stalls(sweep.requests, load.model_dump(), bounds.max_stall_shift),
         guards.exclusive_device(lease, tenants, bounds.max_stray_cpu_share),
         guards.warmed_up(sweep.conditions, plan.warmups["request_id"].to_list(), measured),
+        guards.server_truth(
+            {
+                f"{shape} {level}": (requests, sweep.counters[shape, level])
+                for (shape, level), requests in sweep.requests.group_by("shape", "level", maintain_order=True)
+            },
+            bounds.max_server_disagreement,
+            bounds.max_server_disagreement_ms,
+        ),
     ]
 
 
@@ -160,6 +196,7 @@ def flat_metrics(cells: pl.DataFrame, verdicts: Sequence[guards.Guard]) -> dict[
     for cell in cells.iter_rows(named=True):
         prefix = f"sweep/{cell['shape']}/{cell['level']}"
         metrics.update({f"{prefix}/{name}": cell[name] for name in CELL_METRICS})
+        metrics.update({f"{prefix}/{name}": value for name, value in cell.items() if name.startswith("accepted_at_")})
     for shape, best in capacity(cells).items():
         metrics[f"sweep/{shape}/capacity_tok_s"] = best["goodput_tok_s"] if best else None
     return {name: float(value) for name, value in metrics.items() if value is not None}

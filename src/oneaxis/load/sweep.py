@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -24,11 +24,11 @@ from oneaxis.load.client import Record, Request, open_session, request_table, re
 from oneaxis.load.plan import Plan
 from oneaxis.load.server import (
     ALIVE_EVERY_S,
+    HISTOGRAM_SCHEMA,
     SAMPLE_SCHEMA,
     SETTLE_S,
     Target,
-    increase_of,
-    read_counters,
+    read_account,
     require_alive_for,
     sample_state,
     settle,
@@ -44,9 +44,11 @@ class Sweep:
     samples: pl.DataFrame
     """`SAMPLE_SCHEMA`."""
     counters: dict[tuple[str, str], dict[str, float | None]]
-    """Increase of each of `COUNTERS` over a cell; None where the server has no such counter."""
+    """Per cell what the server counted (`Account.counters`); None where it has no such counter."""
     conditions: list[dict[str, Any]]
     """Per cell: warm-up requests that succeeded, whether the prefix cache was reset, and when it began."""
+    histograms: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=HISTOGRAM_SCHEMA))
+    """`HISTOGRAM_SCHEMA`."""
 
 
 def run_sweep(target: Target, plan: Plan, *, duration_s: float, timeout_s: float) -> Sweep:
@@ -74,6 +76,7 @@ async def _run_sweep(target: Target, plan: Plan, duration_s: float, timeout_s: f
     samples: list[dict[str, Any]] = []
     counters: dict[tuple[str, str], dict[str, float | None]] = {}
     conditions: list[dict[str, Any]] = []
+    histograms: list[dict[str, Any]] = []
     started = time.perf_counter()
     async with open_session() as session:
         with tqdm(total=plan.arrivals.height, desc="sweep", unit="request", file=sys.stderr) as bar:
@@ -85,7 +88,7 @@ async def _run_sweep(target: Target, plan: Plan, duration_s: float, timeout_s: f
                 warm = await _watched(target, session, warmups, timeout_s, lambda record: None)
                 await settle(target, session)
                 reset = await _reset_prefix_cache(session, target.base_url)
-                before = await read_counters(target, session)
+                before = await read_account(target, session)
                 began = time.time()
                 cell_started = time.perf_counter()
                 sampler = asyncio.create_task(sample_state(target, session, samples, cell_name, cell_started, started))
@@ -98,9 +101,10 @@ async def _run_sweep(target: Target, plan: Plan, duration_s: float, timeout_s: f
                     with suppress(asyncio.CancelledError):
                         await sampler
                 idle = await settle(target, session)
-                after = await read_counters(target, session)
+                gained = (await read_account(target, session)).since(before)
                 records.extend(cell)
-                counters[shape, level] = increase_of(before, after)
+                counters[shape, level] = gained.counters
+                histograms.extend(gained.histogram_rows(cell_name))
                 conditions.append(
                     {
                         **cell_name,
@@ -111,7 +115,13 @@ async def _run_sweep(target: Target, plan: Plan, duration_s: float, timeout_s: f
                         "idle_at_end": idle,
                     }
                 )
-    return Sweep(request_table(records), pl.DataFrame(samples, schema=SAMPLE_SCHEMA), counters, conditions)
+    return Sweep(
+        request_table(records),
+        pl.DataFrame(samples, schema=SAMPLE_SCHEMA),
+        counters,
+        conditions,
+        pl.DataFrame(histograms, schema=HISTOGRAM_SCHEMA),
+    )
 
 
 async def _watched(
