@@ -549,6 +549,19 @@ class ServiceClass(Section):
     tpot_ms: Positive
 
 
+class Search(Section):
+    """Rates chosen while the sweep runs, for the capacity of each shape (`oneaxis.load.capacity`)."""
+
+    probes: Count
+    """Rates of each shape at most, beside those of `rates_rps`."""
+    resolution: OpenFraction
+    """The search ends when the highest rate that held and the lowest that missed lie this close, as a share."""
+    users: Count | None
+    """Of the saturated endpoint, which is a closed loop; null: as many as `serve.max_num_seqs`."""
+    max_drift: OpenFraction
+    """Largest change of one user's median E2E from beginning to end; beyond it the search starts again, once."""
+
+
 MAX_REQUESTS = 200_000
 """In one cell: the table of requests is held in memory."""
 
