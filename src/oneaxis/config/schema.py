@@ -477,6 +477,8 @@ class Serve(Section):
     port: Annotated[int, Field(ge=0, le=65535)]
     """0: a free port."""
     start_timeout_s: Positive
+    max_restarts: Annotated[int, Field(ge=0, le=5)]
+    """Of an engine that is killed from outside while it starts; one that dies later, or by its settings, stays dead."""
     engine_args: dict[str, Any]
     """Further arguments of `vllm serve`, by their names in Python (`swap_space: 4`), checked in the realised config."""
 
