@@ -10,7 +10,8 @@
     oneaxis experiments          list the questions of conf/experiment/: axis, values, targets, cost
     oneaxis doctor               say what this machine can run, and what is missing
     oneaxis verify               compare the artifacts with their manifests, params.yaml and dvc.lock
-    oneaxis judge BASE CAND      compare two runs: accept, reject, tie, unresolved or INVALID, and why
+    oneaxis judge BASE CAND      compare two runs, or results of other tools: accept, reject, tie, unresolved or
+                                 INVALID, and why
     oneaxis ui [ID]              MLflow's pages: this multirun along its axis (default: the newest), and all runs
 
 Exit codes: 0 done; 1 failed, or the run is INVALID; 2 refused before running; 130 interrupted.
@@ -88,8 +89,16 @@ def _parser() -> argparse.ArgumentParser:
         ("verify", _verify, "compare the artifacts with their records"),
     ):
         commands.add_parser(name, help=text).set_defaults(action=action)
-    judge = commands.add_parser("judge", help="compare two runs and say whether the candidate is accepted")
-    judge.add_argument("baseline", type=Path, metavar="BASELINE", help="artifacts/, a project, or a multirun's point")
+    judge = commands.add_parser(
+        "judge",
+        help="compare two runs and say whether the candidate is accepted",
+        description="Two runs of ours, two outputs of lm-eval, or results of vllm bench serve (--save-detailed), "
+        "guidellm or AIPerf: one file a side, or several repetitions, joined by commas or in a folder "
+        "(docs/judge-others.md).",
+    )
+    judge.add_argument(
+        "baseline", type=Path, metavar="BASELINE", help="artifacts/, a project, a multirun's point, or files"
+    )
     judge.add_argument("candidate", type=Path, metavar="CANDIDATE", help="the same of the other run")
     judge.add_argument("--metric", help="gate on this metric; without it the headline metrics are described")
     judge.add_argument("--better", choices=["lower", "higher"], help="where the metric's name does not say it")
@@ -120,23 +129,20 @@ def _project() -> Path:
 def _run(options: argparse.Namespace) -> int:
     from oneaxis.config import compose, render_params
     from oneaxis.pipeline import run_pipeline
-    from oneaxis.serve.forked import preloaded_engines
 
     root = _project()
     if options.multirun or options.resume:
         from oneaxis.multirun.run import run_multirun
 
         combine = ["experiment.combine=true"] if options.combine else []
-        with preloaded_engines():
-            return run_multirun(root, [*options.overrides, *combine], options.resume, options.dry_run)
+        return run_multirun(root, [*options.overrides, *combine], options.resume, options.dry_run)
     if options.combine or options.dry_run:
         raise UserError(f"{'--combine' if options.combine else '--dry-run'}: belongs to a multirun; allowed: with -m")
     config = compose(root / CONF, options.overrides)
     if options.cfg:
         print(render_params(config), end="")
         return 0
-    with preloaded_engines():
-        return run_pipeline(root, config, options.overrides)
+    return run_pipeline(root, config, options.overrides)
 
 
 def _promote(options: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
 """`oneaxis judge BASELINE CANDIDATE`: two runs that are there already, compared in one metric or in their headlines.
 
 With `--metric` it is a gate: exit code 0 only when the candidate is accepted. Without, it describes, and only an
-INVALID comparison exits with 1. Two outputs of lm-eval are compared likewise (`lm_eval`).
+INVALID comparison exits with 1. Two outputs of lm-eval are compared likewise (`lm_eval`), and results of `vllm bench
+serve`, guidellm and AIPerf, several files a side as its repetitions (`others`).
 """
 
 import json
@@ -15,7 +16,7 @@ from oneaxis.config.axes import flatten, same
 from oneaxis.config.compose import compose, compose_raw
 from oneaxis.config.schema import Claim, Gate
 from oneaxis.errors import UserError
-from oneaxis.judge import lm_eval, units
+from oneaxis.judge import foreign, lm_eval, others, units
 from oneaxis.judge.compare import Comparison, Verdict, conclude, prepare
 from oneaxis.judge.conditions import DEFAULT_SESSION, grouped_axes
 from oneaxis.judge.multirun import exit_code, headline_claims
@@ -48,7 +49,21 @@ def judge_folders(
     """
     if not metric and (better or bar or margin is not None):
         raise UserError("--better, --bar and --margin belong to a metric; allowed: with --metric NAME")
-    gate = compose(conf_dir).gate if (conf_dir / "config.yaml").is_file() else STANDARD_GATE
+    project = compose(conf_dir) if (conf_dir / "config.yaml").is_file() else None
+    gate = project.gate if project else STANDARD_GATE
+    sides = (baseline, candidate)
+    if not any(map(lm_eval.is_output, sides)) and any(map(foreign.is_foreign, sides)):
+        own = next((path for path in sides if path.is_dir() and not foreign.is_foreign(path)), None)
+        if own is not None:
+            raise UserError(f"{own}: no results of another tool, as the other has; allowed: two "
+                            f"of {foreign.FORMATS}")  # fmt: skip
+        bounds = others.Bounds()
+        if project:
+            known = project.guards
+            bounds = others.Bounds(known.max_send_lag_p99_ms, known.max_prefix_hit_rate, known.max_token_disagreement)
+        verdicts = others.judge_others(baseline, candidate, metric=metric, better=better, bar=bar, margin=margin,
+                                       gate=gate, bounds=bounds)  # fmt: skip
+        return _print(verdicts, as_json)
     if lm_eval.is_output(baseline) or lm_eval.is_output(candidate):
         if baseline.resolve() == candidate.resolve():
             raise UserError(f"{baseline} and {candidate}: the same run twice; allowed: two different runs")

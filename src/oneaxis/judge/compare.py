@@ -12,7 +12,7 @@ from oneaxis.config.schema import Claim, Gate
 from oneaxis.errors import UserError
 from oneaxis.judge import conditions, units
 from oneaxis.judge.gate import Decision, Evidence, Word, decide, floor_of, under_the_floor, unsteady, weigh
-from oneaxis.judge.ledger import OF_ANY_METRIC, OF_ONE_RUN, Entry, Finding, ledger
+from oneaxis.judge.ledger import NAMES, OF_ANY_METRIC, OF_ONE_RUN, Entry, Finding, ledger
 from oneaxis.judge.records import UPSTREAM, Record, find_records
 from oneaxis.judge.units import Better, Problem
 from oneaxis.multirun.record import Axis
@@ -67,6 +67,8 @@ class Verdict:
     reasons: Sequence[str]
     recommendations: Sequence[str]
     warnings: Sequence[str]
+    unproven: Sequence[str] = ()
+    """Of results of other tools: what their files do not show, by guard."""
     guards: Sequence[Mapping[str, Any]] = ()
     """All fourteen: passed, failed or not applicable, with what each saw (`oneaxis.judge.ledger`)."""
 
@@ -93,6 +95,8 @@ class Comparison:
     """Problems that are no guard's: a run that failed, a metric that is not there."""
     runs: Mapping[str, Any] = field(default_factory=dict)
     """Name of a run -> its own guards; empty where the metric rests on no load."""
+    unproven: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """Guard -> what results of other tools do not show of it."""
 
     @property
     def problems(self) -> list[Problem]:
@@ -232,7 +236,7 @@ def _gate_finding(comparison: Comparison, decision: Decision) -> Finding | None:
                             "decision": decision.word}  # fmt: skip
     if evidence.spreads:
         seen["spread"] = max(evidence.spreads)
-    if evidence.kind == "repetitions" and (noisy := unsteady(evidence, gate)):
+    if evidence.kind in ("repetitions", "requests") and (noisy := unsteady(evidence, gate)):
         found = [Problem("unresolved", reason, noisy.recommendations[0]) for reason in noisy.reasons]
         return Finding(11, seen, found)
     low = under_the_floor(evidence, claim.better, gate, claim.margin)
@@ -245,6 +249,8 @@ def _not_applicable(comparison: Comparison) -> dict[int, str]:
     kind = units.kind_of(metric)
     if comparison.others and not comparison.findings:
         return dict.fromkeys(range(1, 15), "the comparison went no further: see the reasons")
+    if stage == "load":
+        return {8: "these files hold no calls made twice", 11: "no evidence", 12: "nothing is claimed"}
     if stage == "sweep":
         return dict.fromkeys(OF_ONE_RUN, "the runs' guards.json has none of it") | {12: "nothing is claimed"}
     measured = "no load is measured" if kind == "repetitions" else f"no timing: paired by {units.UNIT_NAMES[kind]}"
@@ -321,11 +327,17 @@ def conclude(
     axes = comparison.axes
     own = _gate_finding(comparison, decision)
     entries: list[Entry] = ledger(
-        [*comparison.findings, *([own] if own else [])], comparison.runs, _not_applicable(comparison)
-    )
+        [*comparison.findings, *([own] if own else [])], comparison.runs, _not_applicable(comparison),
+        comparison.unproven,
+    )  # fmt: skip
     # What was not claimed before the run decides nothing afterwards.
     decides = comparison.claimed or decision.word in ("invalid", "unresolved")
     recommendations = list(dict.fromkeys(text for text in decision.recommendations if text)) if decides else []
+    failed = {finding.number for finding in comparison.findings if any(p.kind != "warning" for p in finding.problems)}
+    unproven = [f"guard {number}, {NAMES[number]}: {said}" for number, own in sorted(comparison.unproven.items())
+                if number not in failed for said in own]  # fmt: skip
+    if unproven and comparison.claimed and decision.word == "accept":
+        recommendations.append("see to it that what is unproven holds: docs/judge-others.md says how")
     return Verdict(
         point=comparison.candidate,
         metric=claim.metric,
@@ -339,7 +351,7 @@ def conclude(
         valid=decision.word != "invalid",
         decision=decision.word,
         n=evidence.n if evidence else 0,
-        unit_of_pairing=units.UNIT_NAMES[units.kind_of(claim.metric)],
+        unit_of_pairing=evidence.unit if evidence else units.UNIT_NAMES[units.kind_of(claim.metric)],
         unit=units.unit_of_measure(claim.metric),
         baseline_value=evidence.baseline_value if evidence else None,
         candidate_value=evidence.candidate_value if evidence else None,
@@ -363,6 +375,7 @@ def conclude(
         reasons=list(decision.reasons),
         recommendations=recommendations,
         warnings=list(dict.fromkeys(warnings)),
+        unproven=unproven,
         guards=[entry.as_json() for entry in entries],
     )
 

@@ -162,7 +162,7 @@ def decide(
         """A gain as an effect of the metric."""
         return ("+" if sign * value > 0 else "") + number(sign * value)
 
-    if evidence.kind == "repetitions":
+    if evidence.kind in ("repetitions", "requests"):
         blocked = unsteady(evidence, gate)
         if blocked:
             return blocked
@@ -211,6 +211,11 @@ def _no_worse(
 def unsteady(evidence: Evidence, gate: Gate) -> Decision | None:
     """Why repetitions cannot decide: too few, or too far apart."""
     needed = max(gate.min_pairs, fewest_pairs(gate.confidence))
+    if evidence.kind == "requests":
+        return Decision("unresolved", [
+            f"one run on a side: the interval is over its requests, and how runs differ is not in it; a claim about a "
+            f"timing needs {needed} runs a side"
+        ], [f"measure {needed} runs a side, the arms in turn, and give them all, joined by commas"])  # fmt: skip
     if evidence.n < needed:
         return Decision("unresolved", [
             f"{evidence.n} pairs of runs; a claim about a timing needs {needed} (gate.min_pairs {gate.min_pairs}; the "

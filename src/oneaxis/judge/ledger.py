@@ -7,6 +7,7 @@ what was checked, and not only what failed. Pure functions.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from oneaxis.judge.guards import Guard
@@ -33,7 +34,7 @@ OF_ONE_RUN = (1, 2, 3, 5, 6, 7, 8, 9, 10, 13)
 OF_ANY_METRIC = (4, 11, 12, 14)
 """These apply to whatever is compared, those of one run to a load."""
 
-State = Literal["passed", "failed", "not applicable"]
+State = Literal["passed", "failed", "unproven", "not applicable"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Entry:
     guard: Guard
     state: State
     notes: Sequence[str] = field(default_factory=tuple)
-    """What is to be kept in mind though it passed, or why it does not apply."""
+    """What is to be kept in mind though it passed, what is not proven, or why it does not apply."""
 
     def as_json(self) -> dict[str, Any]:
         """As `verdicts.json` holds it."""
@@ -63,6 +64,7 @@ def ledger(
     findings: Iterable[Finding],
     runs: Mapping[str, Sequence[Mapping[str, Any]] | None],
     not_applicable: Mapping[int, str],
+    unproven: Mapping[int, Sequence[str]] = MappingProxyType({}),
 ) -> list[Entry]:
     """All fourteen, in their order.
 
@@ -70,19 +72,23 @@ def ledger(
         findings: of both arms; several of one number are one guard.
         runs: name of a run -> its `guards.json`; None where it has none. Empty for a metric that rests on no load.
         not_applicable: number -> why this guard has nothing to look at. A finding of that number is stronger.
+        unproven: number -> what the records do not show of it, where others than ours were judged. A failure is
+            stronger, and a guard that nothing failed has not passed.
     """
     found: dict[int, list[Finding]] = {number: [] for number in NAMES}
     for finding in [*findings, *_of_runs(runs)]:
         if finding.number in found:
             found[finding.number].append(finding)
-    return [_entry(number, own, not_applicable.get(number)) for number, own in found.items()]
+    return [_entry(number, own, not_applicable.get(number), unproven.get(number, ())) for number, own in found.items()]
 
 
-def _entry(number: int, findings: Sequence[Finding], why_not: str | None) -> Entry:
+def _entry(number: int, findings: Sequence[Finding], why_not: str | None, unproven: Sequence[str]) -> Entry:
     problems = [problem for finding in findings for problem in finding.problems]
     failures = [problem for problem in problems if problem.kind != "warning"]
     notes = [problem.reason for problem in problems if problem.kind == "warning"]
     evidence = {key: value for finding in findings for key, value in finding.evidence.items()}
+    if not findings and unproven:
+        return Entry(Guard(number, NAMES[number], True, {}), "unproven", list(unproven))
     if not findings:
         guard = Guard(number, NAMES[number], True, {})
         return Entry(guard, "not applicable", [why_not or "nothing in these records speaks of it"])
@@ -94,7 +100,9 @@ def _entry(number: int, findings: Sequence[Finding], why_not: str | None) -> Ent
         "; ".join(dict.fromkeys(problem.reason for problem in failures)),
         "; ".join(dict.fromkeys(problem.recommendation for problem in failures if problem.recommendation)),
     )
-    return Entry(guard, "failed" if failures else "passed", notes)
+    if failures:
+        return Entry(guard, "failed", notes)
+    return Entry(guard, "unproven" if unproven else "passed", [*unproven, *notes])
 
 
 def _of_runs(runs: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> list[Finding]:

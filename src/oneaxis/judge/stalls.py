@@ -37,11 +37,12 @@ def stalled(requests: pl.DataFrame, load: Mapping[str, Any]) -> pl.Series:
     timed = per_request(requests, ServiceClass.model_validate(load["service_class"])).with_row_index("row")
     found = np.zeros(requests.height, dtype=bool)
     for _, cell in timed.group_by("shape", "level", maintain_order=True):
-        found[cell["row"].to_numpy()] = _stalled_in_cell(cell)
+        found[cell["row"].to_numpy()] = stalled_in_cell(cell)
     return pl.Series("stalled", found)
 
 
-def _stalled_in_cell(cell: pl.DataFrame) -> np.ndarray:
+def stalled_in_cell(cell: pl.DataFrame) -> np.ndarray:
+    """Of one cell: rows of `intended_s`, `ended_s`, `e2e_ms` (infinite: failed) and `token_times`."""
     took = cell["e2e_ms"].to_numpy()
     known = np.isfinite(took)
     if not known.any():

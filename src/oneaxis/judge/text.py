@@ -30,10 +30,14 @@ def verdict_text(verdicts: Sequence[Verdict], colour: bool | None = None) -> str
         own = [verdict for verdict in verdicts if (verdict.baseline, verdict.candidate) == candidate]
         # What is to be kept in mind for every metric is said once.
         common = [note for note in own[0].warnings if all(note in verdict.warnings for verdict in own)]
+        unproven = [said for said in own[0].unproven if all(said in verdict.unproven for verdict in own)]
         lines = _head(own[0])
         for verdict in own:
-            lines += ["", *_body(verdict, colour, [note for note in verdict.warnings if note not in common])]
-        blocks.append("\n".join([*lines, *([""] if common else []), *_list("note", common)]))
+            notes = [note for note in verdict.warnings if note not in common]
+            apart = [said for said in verdict.unproven if said not in unproven]
+            lines += ["", *_body(verdict, colour, notes), *_list("unproven", apart)]
+        closing = [*_list("note", common), *_list("unproven", unproven)]
+        blocks.append("\n".join([*lines, *([""] if closing else []), *closing]))
     rule = "\n\n" + "-" * WIDTH + "\n\n"
     return rule.join(blocks)
 

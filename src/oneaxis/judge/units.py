@@ -30,7 +30,8 @@ from oneaxis.load.levels import LABEL, level_name
 from oneaxis.load.metrics import requests_needed
 from oneaxis.score.metrics import SCORERS
 
-Kind = Literal["perplexity", "nll", "copies", "items", "pairs", "escapes", "answers", "repetitions", "none"]
+Kind = Literal["perplexity", "nll", "copies", "items", "pairs", "escapes", "answers", "repetitions", "requests",
+               "none"]  # fmt: skip
 Better = Literal["lower", "higher"]
 
 CELL_LATENCY = re.compile(rf"^sweep/(?P<shape>[^/]+)/(?P<level>{LABEL})/(?P<name>[^/]+)$")
@@ -103,6 +104,7 @@ UNIT_NAMES: dict[Kind, str] = {
     "escapes": "benign prompt",
     "answers": "benign prompt",
     "repetitions": "repetition",
+    "requests": "request",
     "none": "",
 }
 

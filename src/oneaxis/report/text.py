@@ -136,6 +136,6 @@ def shorten(words: str, most: int) -> str:
 def guards_tally(entries: Sequence[Mapping[str, Any]]) -> str:
     """`14 guards: 9 passed, 1 failed, 4 not applicable`, of rows as `verdicts.json` holds them."""
     counts = {state: sum(entry["state"] == state for entry in entries)
-              for state in ("passed", "failed", "not applicable")}  # fmt: skip
+              for state in ("passed", "failed", "unproven", "not applicable")}  # fmt: skip
     said = [f"{count} {state}" for state, count in counts.items() if count or state == "passed"]
     return f"{len(entries)} guards: {', '.join(said)}"

@@ -1,0 +1,376 @@
+"""What another load generator recorded, as one record: a table of requests, the load, and what its file cannot say.
+
+Files of `vllm bench serve`, guidellm and AIPerf are read (`vllm_bench`, `guidellm`, `aiperf`); docs/judge-others.md
+says what of each. Every figure is computed again from the requests, by the definitions of `oneaxis.load.metrics` as far
+as the files go, and by the same one in both arms:
+
+- A request that failed, or was cut off by the tool, is a miss: its latencies are infinite, and a percentile that falls
+  on it is *not reached* (None).
+- TTFT from the moment at which the request was to be sent where all files say it alike, else from its sending. E2E to
+  the last token, in the same way.
+- TPOT = (last token - first) / (output tokens - 1).
+- ITL. The files hold arrivals of chunks and no count of the tokens in each. With one token a chunk a gap is a sample.
+  Else each chunk of a request is taken to hold the mean, output tokens / chunks: a gap is that many samples of
+  gap / mean. Their sum is right whatever the packing, and so is `itl_mean_ms` (but for the first chunk, taken as mean);
+  a percentile is right where the packing is even, which no file shows.
+- Tokens per second and rates over the time from the first request sent to the last token of any.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from oneaxis.errors import UserError
+from oneaxis.load.metrics import PERCENTILES, percentile
+
+REQUEST_SCHEMA = pl.Schema(
+    {
+        "prompt": pl.String(),
+        "intended_s": pl.Float64(),
+        "sent_s": pl.Float64(),
+        "ttft_s": pl.Float64(),
+        "e2e_s": pl.Float64(),
+        "prompt_tokens": pl.Int64(),
+        "asked_output_tokens": pl.Int64(),
+        "output_tokens": pl.Int64(),
+        "chunks": pl.Int64(),
+        "gaps_s": pl.List(pl.Float64()),
+        "cached_tokens": pl.Int64(),
+        "text": pl.String(),
+        "status": pl.String(),
+        "error": pl.String(),
+    }
+)
+"""One row per request that was sent, in the order of sending; null: the file does not say. `prompt` and `text` (the
+answer) are digests. `intended_s`, `sent_s` in seconds on one clock of the file's; `ttft_s`, `e2e_s` from `sent_s`;
+`gaps_s` between chunks. `asked_output_tokens`: where the server had to give exactly as many. `status`: ok, failed, or
+cut off by the tool."""
+
+HEAD_BYTES = 4096
+SCHEDULE = "the schedule"
+"""`Run.intended_is` of moments that were drawn before the run: only against these is the client's lag known."""
+LATENCIES = ("ttft", "tpot", "e2e", "itl")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a load generator under one load."""
+
+    tool: str
+    version: str | None
+    source: Path
+    model: str
+    level: str
+    """The load, as a sweep's cells are labelled: r2 (2 requests/s), u4 (4 users, closed loop), all (at once), ..."""
+    asked_rps: float | None
+    """Of an open loop at one rate."""
+    random_arrivals: bool
+    started_at: float | None
+    """Unix time, to order runs."""
+    intended_is: str | None
+    """What `intended_s` is, in words (`SCHEDULE`, or something after it); None: it is not known."""
+    settings: Mapping[str, Any]
+    """Section -> its settings, without the load: what may be an axis."""
+    load: Mapping[str, Any]
+    """What the load is beside its level: two arms must have the same."""
+    conditions: Mapping[str, Any]
+    """Client, platform: two arms should have the same."""
+    warmup: str | None
+    """What was sent before what is measured; None: the file does not say."""
+    requests: pl.DataFrame
+    notes: Sequence[str] = field(default_factory=tuple)
+    """What was corrected in reading, and what the file shows of the tool's own faults."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.source.name
+
+    @property
+    def ok(self) -> pl.DataFrame:
+        """The requests that succeeded."""
+        return self.requests.filter(pl.col("status") == "ok")
+
+
+# --- which files ----------------------------------------------------------------------------------------------------
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a path (of a file, several joined by commas, or a folder) is for this module; broken files too."""
+    parts = _parts(path)
+    return len(parts) > 1 or path.is_file() or bool(_inside(path))
+
+
+def read_arm(path: Path) -> list[Run]:
+    """The runs under a path: each file, or each load in it, is one.
+
+    Raises:
+        UserError: for a file that is none of these tools', is broken, or holds no requests that can be used.
+    """
+    files = []
+    for part in _parts(path):
+        found = _inside(part) if part.is_dir() else [part]
+        if not found:
+            raise UserError(f"{part}: holds no results; allowed: {FORMATS}")
+        files += found
+    doubled = {file for file in files if files.count(file) > 1}
+    if doubled:
+        raise UserError(f"{sorted(doubled)[0]}: given twice; allowed: each run once")
+    return [checked(run) for file in files for run in _read(file)]
+
+
+FORMATS = "`vllm bench serve --save-result --save-detailed`, guidellm's benchmarks.json, AIPerf's profile_export.jsonl"
+
+
+def _parts(path: Path) -> list[Path]:
+    text = str(path)
+    return [path] if path.exists() or "," not in text else [Path(part) for part in text.split(",") if part]
+
+
+def _inside(path: Path) -> list[Path]:
+    """The files of results in a folder; AIPerf gives each run a folder of its own."""
+    if not path.is_dir() or (path / "artifacts").is_dir():
+        return []
+    files = [*path.glob("*.json"), *path.glob("*.jsonl")]
+    files += [*path.glob("*/profile_export*.jsonl"), *path.glob("*/*/profile_export*.jsonl")]
+    # A summary of AIPerf's stands for the records beside it, and those are read.
+    return sorted(file for file in files if sniff(file) not in (None, "aiperf summary"))
+
+
+def sniff(path: Path) -> str | None:
+    """Whose file this is, from its first bytes: `vllm`, `guidellm`, `aiperf`, `aiperf summary`, or None."""
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES).decode("utf-8", errors="replace")
+    if '"benchmark_phase"' in head and path.suffix == ".jsonl":
+        return "aiperf"
+    if '"aiperf_version"' in head:
+        return "aiperf summary"
+    if '"guidellm_version"' in head:
+        return "guidellm"
+    if re.search(r'"(endpoint_type|backend)"', head) and '"num_prompts"' in head:
+        return "vllm"
+    return None
+
+
+def _read(path: Path) -> list[Run]:
+    from oneaxis.judge import aiperf, guidellm, vllm_bench
+
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; allowed: {FORMATS}")
+    if not path.stat().st_size:
+        raise UserError(f"{path}: empty; allowed: {FORMATS}")
+    kind = sniff(path)
+    if kind is None:
+        raise UserError(f"{path}: of no format that is read here; allowed: {FORMATS}")
+    if kind == "vllm":
+        return vllm_bench.read(path)
+    return guidellm.read(path) if kind == "guidellm" else aiperf.read(path)
+
+
+def parse(text: str, path: Path, line: int | None = None) -> Any:
+    """JSON of a file, or of one of its lines.
+
+    Raises:
+        UserError: where it is broken.
+    """
+    where = f"{path}:{line}" if line else str(path)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        cut = " (cut off?)" if error.pos >= len(text.rstrip()) - 1 else ""
+        raise UserError(
+            f"{where}: not whole JSON: {error.msg} at character {error.pos}{cut}; allowed: {FORMATS}"
+        ) from error
+
+
+def text_of(path: Path) -> str:
+    """Of a file in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error}; allowed: {FORMATS}") from error
+
+
+# --- checks that all formats share ----------------------------------------------------------------------------------
+
+
+def number(value: Any, where: str, *, least: float | None = 0.0) -> float:
+    """A finite number, not under `least`.
+
+    Raises:
+        UserError: it is none, saying where.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"{where} is {str(value)[:40]}; allowed: a finite number")
+    if least is not None and value < least:
+        raise UserError(f"{where} is {value:g}; allowed: {least:g} or more")
+    return float(value)
+
+
+def checked(run: Run) -> Run:
+    """The run itself.
+
+    Raises:
+        UserError: it has no requests, or none that succeeded.
+    """
+    if run.requests.is_empty():
+        raise UserError(f"{run.source}: holds no request; allowed: a run with some")
+    if run.ok.is_empty():
+        errors = run.requests["error"].drop_nulls().to_list()
+        first = f": {_line(errors[0])}" if errors else ""
+        raise UserError(f"{run.source}: all {run.requests.height} requests failed{first}; allowed: a run with answers")
+    return run
+
+
+def _line(text: str) -> str:
+    """The last line of an error, which names it where there is a traceback."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return (lines[-1] if lines else "no reason given")[:120]
+
+
+# --- metrics of one run ---------------------------------------------------------------------------------------------
+
+
+def basis(runs: Iterable[Run]) -> str | None:
+    """From which moment latencies count in all of these runs: what `intended_is` says of each; None: from sending."""
+    said = {run.intended_is if not run.requests["intended_s"].null_count() else None for run in runs}
+    return said.pop() if len(said) == 1 else None
+
+
+def refusals(runs: Sequence[Run]) -> dict[str, str]:
+    """Metric, or the part of its name before `_`, -> why it cannot be had alike from all of these runs."""
+    found: dict[str, str] = {}
+    for run in runs:
+        ok = run.ok
+        lacking = {
+            name: f"{run.name}: {why}"
+            for name, column, why in (
+                ("ttft", "ttft_s", "has no first token of its requests (no streaming)"),
+                ("e2e", "e2e_s", "has no end of its requests"),
+                ("output", "output_tokens", "does not say how many tokens were made"),
+                ("achieved", "sent_s", "does not say when its requests were sent"),
+                ("itl", "chunks", "does not say in how many chunks the answers came"),
+            )
+            if ok[column].null_count()
+        }
+        if "output" in lacking or "ttft" in lacking:
+            for name in ("tpot", "itl"):
+                lacking[name] = lacking.get("output") or lacking["ttft"]
+        if "achieved" in lacking:
+            lacking["output"] = lacking["achieved"]
+        if ok["gaps_s"].null_count():
+            why = f"{run.name}: {run.tool} keeps the first and the last arrival of an answer, and none between"
+            lacking |= {f"itl_p{percent}_ms": why for percent in PERCENTILES}
+        found = lacking | found
+    return found
+
+
+def one_token_a_chunk(runs: Iterable[Run]) -> bool:
+    """Whether every answer came in as many chunks as it has tokens."""
+    return all((run.ok["chunks"] == run.ok["output_tokens"]).all() for run in runs)
+
+
+def latencies(run: Run, from_intended: bool) -> dict[str, np.ndarray]:
+    """Per request in milliseconds, in the table's order; infinite for a miss, nan where undefined (one token has no
+    TPOT)."""
+    table = run.requests
+    ok = (table["status"] == "ok").to_numpy()
+    columns = {name: table[name].cast(pl.Float64).to_numpy() for name in ("ttft_s", "e2e_s", "output_tokens", "chunks")}
+    waited = (table["sent_s"] - table["intended_s"]).to_numpy() if from_intended else np.zeros(len(ok))
+    decode = columns["e2e_s"] - columns["ttft_s"]
+    tokens = columns["output_tokens"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tpot = np.where(tokens > 1, decode / (tokens - 1), np.nan)
+        # The first chunk holds the mean too; where there are more chunks than tokens, some are empty, and it holds one.
+        after_first = tokens - np.maximum(tokens / columns["chunks"], 1.0)
+    found = {"ttft": waited + columns["ttft_s"], "e2e": waited + columns["e2e_s"], "tpot": tpot, "decode": decode}
+    made = {name: np.where(ok, 1000 * values, np.inf) for name, values in found.items()}
+    made["after_first"] = np.where(ok, after_first, np.nan)
+    return made
+
+
+def itl_samples(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """ITL in milliseconds a token (see the module), and how many tokens each stands for; of a request that failed
+    infinite for as many tokens as answers have on average, since nobody knows what it would have had."""
+    values, weights = [], []
+    for gaps, tokens, chunks in run.ok.select("gaps_s", "output_tokens", "chunks").iter_rows():
+        share = max(tokens / chunks, 1.0)
+        values += [1000 * gap / share for gap in gaps]
+        weights += [share] * len(gaps)
+    missed = run.requests.height - run.ok.height
+    if missed:
+        values.append(math.inf)
+        weights.append(missed * max(float(run.ok["output_tokens"].sum()) / run.ok.height - 1, 1.0))
+    return np.asarray(values), np.asarray(weights)
+
+
+def weighted_percentile(values: np.ndarray, weights: np.ndarray, percent: int) -> float | None:
+    """Nearest-rank percentile of values that stand for several each; None when infinite (not reached) or no values."""
+    if not len(values):
+        return None
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order])
+    # With weights of 1 the ceil(percent/100 * n)-th; what is equal but for rounding counts as reached.
+    place = int(np.searchsorted(reached, reached[-1] * (percent / 100 - 1e-12)))
+    value = float(values[order][place])
+    return value if math.isfinite(value) else None
+
+
+def metrics(run: Run, from_intended: bool, refused: Mapping[str, str]) -> dict[str, float | None]:
+    """Name -> value; None: not reached. What is refused is left out."""
+    values: dict[str, float | None] = {}
+    timed = latencies(run, from_intended)
+    for name in LATENCIES:
+        if name in refused:
+            continue
+        if name == "itl":
+            if not any(key.startswith("itl_p") for key in refused):
+                samples, weights = itl_samples(run)
+                values |= {f"itl_p{p}_ms": weighted_percentile(samples, weights, p) for p in PERCENTILES}
+            values["itl_mean_ms"] = itl_mean(timed)
+            continue
+        own = timed[name][~np.isnan(timed[name])]
+        if len(own):
+            values |= {f"{name}_p{percent}_ms": percentile(own.tolist(), percent) for percent in PERCENTILES}
+            values[f"{name}_mean_ms"] = float(own.mean()) if np.isfinite(own).all() else None
+    misses = run.requests.height - run.ok.height
+    values["failed"] = float(misses)
+    if "output" not in refused:
+        values["output_tok_s"] = float(run.ok["output_tokens"].sum()) / window_s(run)
+    if "achieved" not in refused and (rate := achieved_rps(run)) is not None:
+        values["achieved_rate_rps"] = rate
+    return values
+
+
+def itl_mean(timed: Mapping[str, np.ndarray], rows: np.ndarray | None = None) -> float | None:
+    """Milliseconds per token after the first chunk, over the answers that came; None where none has any.
+
+    Misses are left out here and only here: a mean with one of them is infinite.
+    """
+    decode, tokens = (timed[name] if rows is None else timed[name][rows] for name in ("decode", "after_first"))
+    known = np.isfinite(decode) & np.isfinite(tokens) & (tokens > 0)
+    total = float(tokens[known].sum())
+    return float(decode[known].sum()) / total if total else None
+
+
+def window_s(run: Run) -> float:
+    """From the first request sent to the last token of any."""
+    ended = (run.ok["sent_s"] + run.ok["e2e_s"]).max()
+    first = run.requests["sent_s"].min()
+    assert isinstance(ended, float)
+    assert isinstance(first, float)
+    return max(ended - first, 1e-9)
+
+
+def achieved_rps(run: Run, column: str = "sent_s") -> float | None:
+    """Requests a second between the first and the last moment of a column; None for fewer than two moments."""
+    moments = run.requests[column].drop_nulls()
+    length = float(moments.max()) - float(moments.min()) if len(moments) > 1 else 0.0  # type: ignore[arg-type]
+    return (len(moments) - 1) / length if length > 0 else None
