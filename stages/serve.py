@@ -18,7 +18,9 @@ def work(stage: Stage) -> dict[str, float]:
     measure = stage.config.measure
     stage.observed.update(session=measure.session, repetition=measure.repetition)
     log_path = stage.root / STATE / "logs" / "serve-engine.log"
-    with running_engine(stage.served, stage.config.serve, log_path=log_path, observed=stage.observed) as engine:
+    # Its start is what is measured here, imports and all: never a fork of a process that has them behind it.
+    observed = stage.observed
+    with running_engine(stage.served, stage.config.serve, log_path=log_path, observed=observed, cold=True) as engine:
         realised = realised_config(engine, stage.served)
         answers = smoke_answers(engine, stage.served)
     write_json(stage.out / "realised.json", realised)

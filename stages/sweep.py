@@ -37,7 +37,7 @@ def work(stage: Stage) -> dict[str, float]:
     with running_engine(stage.served, config.serve, log_path=log_path, observed=stage.observed) as engine:
         differences = realised_config(engine, stage.served)["differences"]
         draws = draw_answers(engine, text[:PROMPT_TOKENS].tolist(), seed=config.seed)
-        with other_work() as others:
+        with other_work(engine.processes()) as others:
             sweep = run_sweep(engine, plan, duration_s=load.duration_s, timeout_s=load.request_timeout_s)
 
     cells = summarise(sweep, load)

@@ -1,10 +1,12 @@
 """Shared by all tests: the project's root, an environment in which no library calls home, and leases of their own."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from oneaxis.serve import preloaded_engines
 from oneaxis.stage import QUIET
 
 os.environ.update(QUIET)
@@ -25,3 +27,10 @@ def root() -> Path:
 def leases(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests wait neither for what else runs on this machine nor for each other's workers."""
     os.environ["ONEAXIS_LEASE_DIR"] = str(tmp_path_factory.mktemp("leases"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines() -> Iterator[None]:
+    """Engines that tests start, themselves or through stages, are forks of one preloaded process of this session."""
+    with preloaded_engines():
+        yield

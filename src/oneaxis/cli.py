@@ -129,20 +129,23 @@ def _project() -> Path:
 def _run(options: argparse.Namespace) -> int:
     from oneaxis.config import compose, render_params
     from oneaxis.pipeline import run_pipeline
+    from oneaxis.serve.forked import preloaded_engines
 
     root = _project()
     if options.multirun or options.resume:
         from oneaxis.multirun.run import run_multirun
 
         combine = ["experiment.combine=true"] if options.combine else []
-        return run_multirun(root, [*options.overrides, *combine], options.resume, options.dry_run)
+        with preloaded_engines():
+            return run_multirun(root, [*options.overrides, *combine], options.resume, options.dry_run)
     if options.combine or options.dry_run:
         raise UserError(f"{'--combine' if options.combine else '--dry-run'}: belongs to a multirun; allowed: with -m")
     config = compose(root / CONF, options.overrides)
     if options.cfg:
         print(render_params(config), end="")
         return 0
-    return run_pipeline(root, config, options.overrides)
+    with preloaded_engines():
+        return run_pipeline(root, config, options.overrides)
 
 
 def _promote(options: argparse.Namespace) -> int:

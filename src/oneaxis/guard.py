@@ -104,11 +104,14 @@ def _start(command: Sequence[str]) -> int:
         os._exit(127)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Keep the engine until it ends, the parent ends, or SIGTERM; return the engine's exit code (128 + signal)."""
-    parent, pipe, grace_s, folder = int(arguments[0]), int(arguments[1]), float(arguments[2]), arguments[3]
-    os.set_inheritable(pipe, False)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+def keep(engine: int, *, ends: Sequence[int], grace_s: float, folder: str, parent: int | None = None) -> int:
+    """Keep a started engine until it ends, one of `ends` is readable, or SIGTERM; its exit code (128 + signal).
+
+    `ends` are the end of a pipe, of a connection, or a pidfd, readable when their other side is gone. `parent` is
+    watched too, if given.
+
+    Nothing below this process is left, and `folder` is removed.
+    """
     wake, wake_write = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wake_write, False)
@@ -116,20 +119,17 @@ def main(arguments: Sequence[str]) -> int:
     asked_to_stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: asked_to_stop.append(number))
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-    engine = _start(arguments[4:])
     code, deadline = 128 + signal.SIGKILL, 0.0
     while True:
-        ready, _, _ = select.select([pipe, wake], [], [], 0.2)
+        ready, _, _ = select.select([*ends, wake], [], [], 0.2)
         if wake in ready:
             os.read(wake, 4096)
         ended = _reap()
         if engine in ended:
             code = ended[engine]
             break
-        if pipe in ready or os.getppid() != parent:
+        if set(ready) & set(ends) or (parent is not None and os.getppid() != parent):
             break
         if asked_to_stop and not deadline:
             deadline = time.monotonic() + grace_s
@@ -139,6 +139,17 @@ def main(arguments: Sequence[str]) -> int:
     _kill_tree()
     shutil.rmtree(folder, ignore_errors=True)
     return code
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start the engine and keep it; returns its exit code (128 + signal)."""
+    parent, pipe, grace_s, folder = int(arguments[0]), int(arguments[1]), float(arguments[2]), arguments[3]
+    os.set_inheritable(pipe, False)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    engine = _start(arguments[4:])
+    return keep(engine, ends=[pipe], grace_s=grace_s, folder=folder, parent=parent)
 
 
 if __name__ == "__main__":

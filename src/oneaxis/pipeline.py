@@ -71,9 +71,10 @@ def check_inputs(root: Path, config: Config) -> None:
             have or that contradicts another setting; naming the key, the value and what is allowed.
     """
     if config.serve.engine_args:
-        from oneaxis.serve.command import check_engine_args, known_arguments
+        from oneaxis.serve.command import check_contradictions, check_engine_args, engine_device, known_arguments
 
         check_engine_args(config.serve.engine_args, known_arguments())
+        check_contradictions(config.serve, engine_device())
     if config.sample.kind == "on_policy" and config.sample.engine.engine_args:
         from oneaxis.sample.responses import check_sampling_args
 

@@ -10,6 +10,7 @@ import pytest
 from oneaxis.config.schema import Serve
 from oneaxis.errors import UserError
 from oneaxis.serve.command import (
+    check_contradictions,
     check_engine_args,
     engine_command,
     engine_environment,
@@ -95,11 +96,53 @@ def test_zero_threads_are_one_for_each_core() -> None:
         ({"block-size": 16}, r"'block-size': allowed: .* name in Python"),
         ({"blok_size": 16}, r"blok_size=16: no such argument.*did you mean block_size"),
         ({"block_size": None}, r"block_size=None: allowed: a value"),
+        ({"block_size": ""}, r"block_size='': allowed: a value"),
+        ({"block_size": []}, r"block_size=\[\]: allowed: a value"),
     ],
 )
 def test_contradictions_and_unknown_arguments_are_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         check_engine_args(arguments, frozenset({"block_size", "port"}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "says"),
+    [
+        ({"max_num_seqs": 8}, {"max_num_batched_tokens": 4}, r"batched_tokens=4: allowed: 8 and up"),
+        ({"max_model_len": 512}, {"max_num_batched_tokens": 256, "enable_chunked_prefill": False},
+         r"=256 without chunked prefill: allowed: serve\.max_model_len=512 and up"),
+        ({"max_model_len": 512}, {"long_prefill_token_threshold": 600}, r"=600: allowed: up to serve"),
+        ({"enforce_eager": True}, {"compilation_config": {"mode": 3}}, r"allowed: with serve\.enforce_eager=false"),
+        ({}, {"enable_sleep_mode": True}, "a CPU engine reports that it sleeps, and frees nothing"),
+        ({}, {"gpu_memory_utilization": 0.5}, r"takes serve\.kv_cache_gib"),
+        ({}, {"block_size": 48}, r"block_size=48: allowed on a CPU: multiples of 32"),
+        ({}, {"speculative_config": "ngram"}, "speculative_config='ngram': allowed: a mapping"),
+        ({}, {"speculative_config": {"num_speculative_tokens": 3}}, "neither a method nor a model"),
+        ({}, {"speculative_config": {"method": "ngram"}}, "num_speculative_tokens=None: allowed: 1 and up"),
+        ({}, {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}}, r"\.model: missing"),
+        ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 5,
+                                     "prompt_lookup_max": 4}}, "min=5: allowed: up to prompt_lookup_max=4"),
+        ({}, {"kv_transfer_config": {"kv_role": "kv_both"}}, "names no kv_connector"),
+        ({}, {"kv_transfer_config": {"kv_connector": "NixlConnector"}}, "kv_role=None: allowed: kv_producer"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_refused(
+    settings: dict[str, Any], arguments: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        check_contradictions(serve(**settings, engine_args=arguments), "cpu")
+
+
+def test_what_fits_together_passes() -> None:
+    arguments = {
+        "max_num_batched_tokens": 512,
+        "enable_chunked_prefill": False,
+        "block_size": 64,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+        "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+    }
+    check_contradictions(serve(max_model_len=512, engine_args=arguments), "cpu")
+    check_contradictions(serve(engine_args={"enable_sleep_mode": True, "block_size": 16}), "gpu")
 
 
 def test_a_secret_is_refused_without_being_repeated() -> None:

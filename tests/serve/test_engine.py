@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from oneaxis.artifacts import read_json
-from oneaxis.config import compose, write_params
+from oneaxis.config import compose, load_stage_config, write_params
 from oneaxis.errors import RunError, UserError
 from oneaxis.serve import Engine, metric_total, realised_config, running_engine, smoke_answers
+from oneaxis.serve.engine import PHASES
 from oneaxis.serve.preflight import WIDE, cpu_flags
 from tests.serve.tiny import random_llama, serve
 
@@ -95,7 +96,8 @@ def test_it_answers_and_its_counters_move(running: Engine, silent_checkpoint: Pa
 def test_the_phases_of_the_start_add_up(running: Engine) -> None:
     phases = dict(running.cold_start)
     total = phases.pop("total_s")
-    assert set(phases) == {"imports_s", "config_s", "engine_s", "weights_s", "kv_cache_s", "warmup_s", "server_s"}
+    assert running.start == "forked"  # of the process that this session has preloaded (tests/conftest.py)
+    assert list(phases) == ["preload_s", *PHASES]
     assert sum(phases.values()) == pytest.approx(total, abs=0.1)
 
 
@@ -220,5 +222,15 @@ def test_the_stage_writes_what_the_inputs_decide_and_leaves_no_process(project: 
     observed = read_json(project / "artifacts" / "serve.provenance.json")["observed"]
     assert (observed["session"], observed["repetition"]) == ("s7", 2)
     assert observed["cold_start"]["total_s"] == metrics["serve/cold_start_s"]
+    assert (observed["start"], observed["phase"], observed["restarts"]) == ("cold", "ready", [])
+    assert set(observed["cold_start"]) == {*PHASES, "total_s"}
     payload_text = "".join(path.read_text(encoding="utf-8") for path in payload.iterdir())
     assert not re.search(rf"{re.escape(str(project))}|127\.0\.0\.1|pid|created", payload_text)
+
+    # A fork of the session's preloaded process is the same engine: what it runs, and what it answers.
+    served = project / "artifacts" / "fetch_model" / "checkpoint"
+    settings = load_stage_config(project, "serve")[0].serve
+    with running_engine(served, settings, log_path=project / "forked.log") as engine:
+        assert engine.start == "forked"
+        assert realised_config(engine, served) == realised
+        assert smoke_answers(engine, served) == read_json(payload / "smoke.json")

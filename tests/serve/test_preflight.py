@@ -70,11 +70,11 @@ def test_a_missing_folder_and_a_broken_config_are_refused(tmp_path: Path) -> Non
 
 def test_memory_is_weights_and_cache_and_runtime() -> None:
     """3 + 0.5 + 2 = 5.5 GiB."""
-    check_memory(3 * 2**30, serve(kv_cache_gib=0.5), available=6 * 2**30)
+    check_memory([(3 * 2**30, serve(kv_cache_gib=0.5))], available=6 * 2**30)
     with pytest.raises(
         UserError, match=r"kv_cache_gib=0\.5: .*3\.0 weights \+ 0\.5 KV cache \+ 2\.0 runtime = 5\.5 GiB"
     ):
-        check_memory(3 * 2**30, serve(kv_cache_gib=0.5), available=5 * 2**30)
+        check_memory([(3 * 2**30, serve(kv_cache_gib=0.5))], available=5 * 2**30)
 
 
 def test_a_context_longer_than_the_model_is_refused_unless_its_rope_is_scaled() -> None:
@@ -112,10 +112,22 @@ def test_a_kv_cache_holds_at_least_one_sequence() -> None:
 
 
 def test_more_threads_than_cores_are_refused() -> None:
-    check_threads(serve(threads=0), cores=2)
-    check_threads(serve(threads=2), cores=2)
+    check_threads([serve(threads=0)], cores=2)
+    check_threads([serve(threads=2)], cores=2)
     with pytest.raises(UserError, match=r"serve\.threads=3: allowed: 0 to 2"):
-        check_threads(serve(threads=3), cores=2)
+        check_threads([serve(threads=3)], cores=2)
+
+
+def test_engines_at_once_share_cores_and_memory() -> None:
+    two = [serve(threads=1, kv_cache_gib=0.5), serve(threads=2, kv_cache_gib=1.0)]
+    check_threads(two, cores=3)
+    with pytest.raises(UserError, match=r"serve\.threads=1 \+ 2 .*: allowed: at most 2 together"):
+        check_threads(two, cores=2)
+    # Each alone would fit: 1 + 0.5 + 2 and 1 + 1 + 2 GiB of 7.
+    with pytest.raises(
+        UserError, match=r"0\.5 \+ 1\.0: 2 engines need 2\.0 weights \+ 1\.5 KV cache \+ 4\.0 run.* = 7\.5"
+    ):
+        check_memory([(2**30, settings) for settings in two], available=7 * 2**30)
 
 
 AVX512, AMX = frozenset({"avx2", "avx512f"}), frozenset({"avx2", "avx512f", "amx_tile"})

@@ -86,7 +86,8 @@ def serve(**changes: Any) -> Serve:
         "enforce_eager": True,
         "threads": 3,
         "port": 0,
-        "start_timeout_s": 60.0,
+        "start_timeout_s": 240.0,
+        "max_restarts": 0,
         "engine_args": {},
     }
     return Serve(**(values | changes))

@@ -477,6 +477,8 @@ class Serve(Section):
     port: Annotated[int, Field(ge=0, le=65535)]
     """0: a free port."""
     start_timeout_s: Positive
+    max_restarts: Annotated[int, Field(ge=0, le=5)]
+    """Of an engine that is killed from outside while it starts; one that dies later, or by its settings, stays dead."""
     engine_args: dict[str, Any]
     """Further arguments of `vllm serve`, by their names in Python (`swap_space: 4`), checked in the realised config."""
 
@@ -547,6 +549,19 @@ class ServiceClass(Section):
 
     ttft_ms: Positive
     tpot_ms: Positive
+
+
+class Search(Section):
+    """Rates chosen while the sweep runs, for the capacity of each shape (`oneaxis.load.capacity`)."""
+
+    probes: Count
+    """Rates of each shape at most, beside those of `rates_rps`."""
+    resolution: OpenFraction
+    """The search ends when the highest rate that held and the lowest that missed lie this close, as a share."""
+    users: Count | None
+    """Of the saturated endpoint, which is a closed loop; null: as many as `serve.max_num_seqs`."""
+    max_drift: OpenFraction
+    """Largest change of one user's median E2E from beginning to end; beyond it the search starts again, once."""
 
 
 MAX_REQUESTS = 200_000

@@ -33,6 +33,7 @@ import polars as pl
 from oneaxis.config.schema import ServiceClass
 from oneaxis.load.intervals import (
     clustered_quantile_interval,
+    effective_number,
     exact_share_interval,
     quantile_interval,
     sum_interval,
@@ -127,7 +128,7 @@ def summarise_cell(
         duration_s: the planned length of the cell.
         open_loop: whether requests arrived on a clock of one rate. A closed loop cannot show overload.
     """
-    timed = per_request(requests, classes)
+    timed = per_request(requests, classes).sort("intended_s", maintain_order=True)
     n = timed.height
     assert n > 0
     gaps = _gaps(timed)
@@ -157,6 +158,7 @@ def summarise_cell(
         **cell,
         **attained(timed, window_s),
         "output_tok_s": float(ok["output_tokens"].sum()) / window_s,
+        "offered_tok_s": float(timed["asked_output_tokens"].sum()) / duration_s,
         "achieved_rate_rps": len(sent) / max(duration_s, float(sent.max() or 0.0)),  # type: ignore[arg-type]
         "lag_p99_ms": percentile(timed["send_lag_ms"].drop_nulls().to_list(), 99),
         "window_s": window_s,
@@ -176,11 +178,15 @@ def attained(timed: pl.DataFrame, window_s: float) -> dict[str, float]:
     Goodput's is the bootstrap's over requests, and no narrower than attainment's is, in proportion: where every request
     was good a bootstrap would claim certainty.
 
+    `effective_n`: how many independent requests they are worth (`intervals.py`).
+
     Args:
         timed: at least one row of `per_request`.
     """
+    timed = timed.sort("intended_s", maintain_order=True)
     n, hits = timed.height, int(timed["good"].sum())
-    low, high = exact_share_interval(hits, n)
+    effective = effective_number(timed["good"].to_numpy())
+    low, high = exact_share_interval(hits / n * effective, effective)
     tokens = timed.select(pl.when("good").then("output_tokens").otherwise(0)).to_series().fill_null(0)
     total = float(tokens.sum())
     least, most = sum_interval(tokens.to_list())
@@ -192,6 +198,7 @@ def attained(timed: pl.DataFrame, window_s: float) -> dict[str, float]:
         "attainment": hits / n,
         "attainment_low": low,
         "attainment_high": high,
+        "effective_n": effective,
         "goodput_tok_s": total / window_s,
         "goodput_low_tok_s": least / window_s,
         "goodput_high_tok_s": most / window_s,

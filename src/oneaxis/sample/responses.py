@@ -92,10 +92,11 @@ def check_sampling_args(settings: Serve) -> None:
     Raises:
         UserError: naming the key, its value and what is allowed.
     """
-    from oneaxis.serve.command import check_engine_args, known_arguments
+    from oneaxis.serve.command import check_contradictions, check_engine_args, engine_device, known_arguments
 
     with own_keys():
         check_engine_args(settings.engine_args, known_arguments())
+        check_contradictions(settings, engine_device())
     policy = settings.engine_args.get("scheduling_policy", "priority")
     if policy != "priority":
         raise UserError(f"sample.engine.engine_args.scheduling_policy={policy!r}: allowed: priority, by which equal "
@@ -183,7 +184,7 @@ def parts_folder(
     decided = {
         "seed": seed,
         **{key: getattr(settings, key) for key in ("num_samples", "temperature", "top_p", "max_tokens")},
-        "engine": settings.engine.model_dump(exclude={"port", "start_timeout_s"}),
+        "engine": settings.engine.model_dump(exclude={"port", "start_timeout_s", "max_restarts"}),
         "requests_per_part": REQUESTS_PER_PART,
         "columns": list(SCHEMA),
         "versions": versions,

@@ -89,7 +89,7 @@ def known_arguments() -> frozenset[str]:
 
 
 def check_engine_args(arguments: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Refuse what is misspelt, unknown, or contradicts how the engine is run.
+    """Refuse what is misspelt, unknown, empty, or contradicts how the engine is run.
 
     Raises:
         UserError: naming the key, its value and what is allowed.
@@ -106,11 +106,85 @@ def check_engine_args(arguments: Mapping[str, Any], known: frozenset[str]) -> No
             raise UserError(f"{shown}: allowed: {OWN_SETTINGS[positive]}, which sets this")
         if positive in REFUSED:
             raise UserError(f"{shown}: not allowed: {REFUSED[positive]}")
-        if value is None:
+        if value is None or value in ("", [], {}):
             raise UserError(f"{shown}: allowed: a value, or leave the key out")
         if known and name not in known:
             raise UserError(f"{shown}: no such argument; allowed: the arguments of `vllm serve`, "
                             f"by their names in Python{_closest(name, known)}")  # fmt: skip
+
+
+def check_contradictions(settings: Serve, device: Device) -> None:
+    """Refuse settings that contradict each other, or say only half of what they must, before a start that would fail.
+
+    vLLM 0.32 refuses most of these itself, some ten seconds into the start; those on a CPU it takes without a word.
+    What the model decides (a draft's vocabulary, a block size that its layers share) is left to it.
+
+    Raises:
+        UserError: naming the keys, their values and what is allowed.
+    """
+    arguments = settings.engine_args
+    tokens, chunked = arguments.get("max_num_batched_tokens"), arguments.get("enable_chunked_prefill", True)
+    if isinstance(tokens, int) and tokens < settings.max_num_seqs:
+        raise UserError(f"serve.engine_args.max_num_batched_tokens={tokens}: allowed: {settings.max_num_seqs} and up, "
+                        "a token for each of serve.max_num_seqs")  # fmt: skip
+    if isinstance(tokens, int) and chunked is False and tokens < settings.max_model_len:
+        raise UserError(f"serve.engine_args.max_num_batched_tokens={tokens} without chunked prefill: allowed: "
+                        f"serve.max_model_len={settings.max_model_len} and up")  # fmt: skip
+    threshold = arguments.get("long_prefill_token_threshold")
+    if isinstance(threshold, int) and threshold > settings.max_model_len:
+        raise UserError(f"serve.engine_args.long_prefill_token_threshold={threshold}: allowed: up to "
+                        f"serve.max_model_len={settings.max_model_len}")  # fmt: skip
+    if settings.enforce_eager and "compilation_config" in arguments:
+        raise UserError("serve.engine_args.compilation_config: nothing is compiled with serve.enforce_eager=true; "
+                        "allowed: with serve.enforce_eager=false")  # fmt: skip
+    _check_speculation(arguments.get("speculative_config"))
+    _check_transfer(arguments.get("kv_transfer_config"))
+    if device == "cpu":
+        for name, reason in SILENT_ON_CPU.items():
+            if arguments.get(name):
+                raise UserError(f"serve.engine_args.{name}={arguments[name]!r}: {reason}; allowed: leave the key out, "
+                                "or an engine on a GPU")  # fmt: skip
+        block = arguments.get("block_size")
+        if isinstance(block, int) and block % 32:
+            raise UserError(f"serve.engine_args.block_size={block}: allowed on a CPU: multiples of 32, for which its "
+                            "attention is written")  # fmt: skip
+
+
+SILENT_ON_CPU = {
+    "enable_sleep_mode": "a CPU engine reports that it sleeps, and frees nothing",
+    "gpu_memory_utilization": "a CPU engine takes serve.kv_cache_gib",
+}
+"""Arguments that vLLM takes on a CPU without doing what they say, and without showing it in its configuration."""
+
+
+def _check_speculation(speculation: Any) -> None:
+    key = "serve.engine_args.speculative_config"
+    if speculation is None:
+        return
+    if not isinstance(speculation, Mapping):
+        raise UserError(f"{key}={speculation!r}: allowed: a mapping, such as {{method: ngram, "
+                        "num_speculative_tokens: 4, prompt_lookup_max: 4}")  # fmt: skip
+    method, model = speculation.get("method"), speculation.get("model")
+    if method == "draft_model" and not model:
+        raise UserError(f"{key}.model: missing; allowed: the draft's checkpoint folder")
+    if not method and not model:
+        raise UserError(f"{key}: names neither a method nor a model; allowed: one of them, such as method: ngram")
+    count = speculation.get("num_speculative_tokens")
+    if (method in ("ngram", "draft_model") or count is not None) and not (isinstance(count, int) and count > 0):
+        raise UserError(f"{key}.num_speculative_tokens={count}: allowed: 1 and up")
+    shortest, longest = speculation.get("prompt_lookup_min"), speculation.get("prompt_lookup_max")
+    if isinstance(shortest, int) and isinstance(longest, int) and shortest > longest:
+        raise UserError(f"{key}.prompt_lookup_min={shortest}: allowed: up to prompt_lookup_max={longest}")
+
+
+def _check_transfer(transfer: Any) -> None:
+    key, roles = "serve.engine_args.kv_transfer_config", ("kv_producer", "kv_consumer", "kv_both")
+    if transfer is None:
+        return
+    if not isinstance(transfer, Mapping) or not transfer.get("kv_connector"):
+        raise UserError(f"{key}: names no kv_connector; allowed: one, such as NixlConnector, with its kv_role")
+    if transfer.get("kv_role") not in roles:
+        raise UserError(f"{key}.kv_role={transfer.get('kv_role')}: allowed: {', '.join(roles)}")
 
 
 def _closest(name: str, known: frozenset[str]) -> str:

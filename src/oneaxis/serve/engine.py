@@ -3,10 +3,10 @@
     with running_engine(checkpoint, settings, log_path=log) as engine:
         requests.post(f"{engine.base_url}/v1/completions", json={"model": engine.model_name, ...})
 
-The engine runs under a guard (`guard.py`), so that it also goes when this process is killed.
+The engine runs under a guard (`guard.py`), so that it also goes when this process is killed. Its server is a process
+of its own (`cold`), or a fork of one that has the imports behind it (`forked.py`).
 """
 
-import json
 import os
 import shutil
 import signal
@@ -14,13 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 from tqdm import tqdm
@@ -30,6 +28,7 @@ from oneaxis.config.schema import Serve
 from oneaxis.errors import RunError, UserError
 from oneaxis.serve.command import (
     Device,
+    check_contradictions,
     check_engine_args,
     engine_command,
     engine_device,
@@ -37,8 +36,17 @@ from oneaxis.serve.command import (
     known_arguments,
     single_process,
 )
-from oneaxis.serve.log import MARKS, core_ended, last_lines, refused_arguments, refused_configuration, root_error
-from oneaxis.serve.metrics import parse_metrics
+from oneaxis.serve.endpoint import Endpoint
+from oneaxis.serve.forked import ForkedGuard, fork_engine, preloaded_engines
+from oneaxis.serve.log import (
+    MARKS,
+    core_ended,
+    last_lines,
+    port_taken,
+    refused_arguments,
+    refused_configuration,
+    root_error,
+)
 from oneaxis.serve.preflight import (
     available_bytes,
     cautions,
@@ -55,28 +63,31 @@ from oneaxis.serve.preflight import (
 
 STOP_GRACE_S = 10.0
 
-# Loopback only: a proxy from the environment must not see these requests.
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+POLL_S = (0.05, 0.25)
+"""Shortest and longest pause between two looks at an engine that starts; each is a fifth longer than the one before."""
+
+PROBE_TOKEN = 10
+"""The prompt of the first request: a token that every vocabulary has."""
+
+Start = Literal["cold", "forked"]
 
 
 @dataclass
-class Engine:
-    """A running engine, as those who send it requests see it."""
+class Engine(Endpoint):
+    """A running engine of ours."""
 
-    base_url: str
-    """`http://127.0.0.1:PORT`, without `/v1`."""
-    port: int
-    model_name: str
-    """The name that requests give as `model`."""
-    log_path: Path
-    settings: Serve
-    device: Device
-    process: subprocess.Popen[bytes]
+    port: int = 0
+    log_path: Path = Path()
+    device: Device = "cpu"
+    process: "subprocess.Popen[bytes] | ForkedGuard" = field(kw_only=True)
     """The guard; it ends when the engine ends."""
+    start: Start = "cold"
     session: int = 0
     """The engine's session: the process id of its API server, once that has been seen."""
     cold_start: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of the start, and `total_s`."""
+    peers: "list[Engine]" = field(default_factory=list, repr=False)
+    """Engines that were started with it."""
 
     @property
     def pid(self) -> int | None:
@@ -88,8 +99,16 @@ class Engine:
         return below[0].pid if below else None
 
     def alive(self) -> bool:
-        """Whether the engine's processes are still there."""
-        return self.process.poll() is None
+        """Whether the engine's processes are still there, and those of its peers."""
+        return all(engine.process.poll() is None for engine in (self, *self.peers))
+
+    def processes(self) -> list[int]:
+        """The guards of this engine and its peers."""
+        return [engine.process.pid for engine in (self, *self.peers)]
+
+    def where(self) -> str:
+        """Its log."""
+        return f"log: {self.log_path}"
 
     def log_lines(self) -> list[str]:
         """The log so far."""
@@ -106,55 +125,17 @@ class Engine:
         Raises:
             RunError: with how it ended, its last words and its log.
         """
-        if not self.alive():
-            raise RunError(f"the engine died {how_it_ended(self.process.returncode, self.log_lines())}; "
-                           f"log: {self.log_path}")  # fmt: skip
+        for engine in (self, *self.peers):
+            if engine.process.poll() is not None:
+                which = "the engine" if engine is self else f"the engine beside it on port {engine.port}"
+                raise RunError(f"{which} died {how_it_ended(engine.exit_code(), engine.log_lines())}; "
+                               f"log: {engine.log_path}")  # fmt: skip
 
-    def get(self, path: str, *, timeout_s: float = 30.0) -> str:
-        """GET `path`, as text.
-
-        Raises:
-            RunError: when the engine is gone or does not answer.
-        """
-        return self._request(urllib.request.Request(f"{self.base_url}{path}"), timeout_s)
-
-    def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 120.0) -> dict[str, Any]:
-        """POST JSON to `path`, and its JSON answer.
-
-        Raises:
-            RunError: when the engine is gone, does not answer, or answers with an error.
-        """
-        request = urllib.request.Request(
-            f"{self.base_url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        answer = json.loads(self._request(request, timeout_s) or "{}")
-        assert isinstance(answer, dict)
-        return answer
-
-    def _request(self, request: urllib.request.Request, timeout_s: float) -> str:
-        try:
-            with _direct.open(request, timeout=timeout_s) as response:
-                return str(response.read().decode("utf-8"))
-        except urllib.error.HTTPError as error:
-            said = " ".join(error.read().decode("utf-8", "replace").split())[:300]
-            raise RunError(f"the engine answered {error.code} to {request.selector}: {said}; "
-                           f"log: {self.log_path}") from error  # fmt: skip
-        except (OSError, TimeoutError) as error:
-            # A dying engine closes its connections a moment before it is gone.
-            for _ in range(20):
-                self.require_alive()
-                time.sleep(0.1)
-            raise RunError(f"the engine does not answer {request.selector}: {error}; log: {self.log_path}") from error
-
-    def metrics(self) -> dict[str, float]:
-        """Every sample of `/metrics`, by `name{label="value",...}` with sorted labels (see `metric_total`)."""
-        return parse_metrics(self.get("/metrics"))
-
-    def server_info(self) -> dict[str, Any]:
-        """`/server_info?config_format=json`: the engine's own configuration."""
-        info = json.loads(self.get("/server_info?config_format=json", timeout_s=120))
-        assert isinstance(info, dict)
-        return info
+    def exit_code(self) -> int:
+        """The exit code of an engine that has ended (128 + signal; -signal when its guard was killed)."""
+        code = self.process.poll()
+        assert code is not None
+        return code
 
 
 def how_it_ended(code: int, lines: Sequence[str]) -> str:
@@ -177,6 +158,19 @@ def how_it_ended(code: int, lines: Sequence[str]) -> str:
     return f"({ending}): {last_lines(lines, 3)}"
 
 
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine that is wanted."""
+
+    checkpoint: Path
+    settings: Serve
+    log_path: Path
+    """Overwritten with the engine's log."""
+    served_name: str = "oneaxis"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Beside what `engine_environment` gives it: what a connector reads, and settings do not say."""
+
+
 @contextmanager
 def running_engine(
     checkpoint: Path,
@@ -185,56 +179,149 @@ def running_engine(
     log_path: Path,
     observed: dict[str, Any] | None = None,
     served_name: str = "oneaxis",
+    environment: Mapping[str, str] | None = None,
+    cold: bool = False,
 ) -> Iterator[Engine]:
-    """Start vLLM's OpenAI server for `checkpoint` on 127.0.0.1, wait until it is healthy, and stop it at the end.
+    """Start vLLM's OpenAI server for `checkpoint` on 127.0.0.1, wait until it answers, and stop it at the end.
 
-    `log_path` is overwritten with the engine's log. `observed` gets `cold_start`, the port, and the names of vLLM's
-    environment variables that were not passed on.
+    Args:
+        log_path: overwritten with the engine's log.
+        observed: gets `phase` (of the start, as it goes), `cold_start`, `start` (cold or forked), `restarts` (why each
+            was needed), the port, and the names of vLLM's environment variables that were not passed on.
+        environment: more variables for the engine.
+        cold: in a process of its own, imports included, also where a preloaded one could be forked.
 
     Raises:
         UserError: for settings, a checkpoint, a port or a memory need that cannot work, before the start; or arguments
             or a configuration that the engine itself refuses.
-        RunError: when the engine dies while starting or is not healthy after `settings.start_timeout_s`.
+        RunError: when the engine dies while starting, or at its first request, or is not healthy after
+            `settings.start_timeout_s`. One that was killed from outside is started anew up to `max_restarts` times.
+    """
+    spec = EngineSpec(checkpoint, settings, log_path, served_name, environment or {})
+    _check([spec])
+    with _kept_running(spec, observed if observed is not None else {}, cold=cold) as engine:
+        yield engine
+
+
+@contextmanager
+def running_engines(specs: Sequence[EngineSpec], *, observed: dict[str, Any] | None = None) -> Iterator[list[Engine]]:
+    """Several engines on this machine at once, started one after the other; when one fails, all are stopped.
+
+    Each counts as alive while all are: who watches one of them sees the others die. `observed` gets `engines`, for each
+    what `running_engine` observes.
+
+    Raises:
+        UserError, RunError: as `running_engine`; memory and cores are checked for all of them together.
+    """
+    _check(specs)
+    seen: list[dict[str, Any]] = [{} for _ in specs]
+    if observed is not None:
+        observed["engines"] = seen
+    with preloaded_engines(), ExitStack() as stack:
+        engines = [
+            stack.enter_context(_kept_running(spec, own, cold=False)) for spec, own in zip(specs, seen, strict=True)
+        ]
+        for engine in engines:
+            engine.peers = [other for other in engines if other is not engine]
+            engine.require_alive()
+        yield engines
+
+
+def _check(specs: Sequence[EngineSpec]) -> None:
+    """Refuse what cannot work before anything is started.
+
+    Raises:
+        UserError: naming the key or the file.
     """
     device = engine_device()
-    check_engine_args(settings.engine_args, known_arguments())
-    config = check_checkpoint(checkpoint)
-    check_length(config, settings)
-    if device == "cpu":
-        check_threads(settings, cores=len(os.sched_getaffinity(0)))
+    for spec in specs:
+        settings, checkpoint = spec.settings, spec.checkpoint
+        check_engine_args(settings.engine_args, known_arguments())
+        check_contradictions(settings, device)
+        config = check_checkpoint(checkpoint)
+        check_length(config, settings)
+        if device != "cpu":
+            continue
         check_quantization(checkpoint, config, settings, cpu_flags=cpu_flags())
         for caution in cautions(config, cpu_flags=cpu_flags()):
             print(f"oneaxis: {checkpoint}: {caution}", file=sys.stderr)
         if single_process(settings, device):
             check_kv_cache(config, settings)
-        check_memory(weights_bytes(checkpoint), settings, available=available_bytes())
+    if device == "cpu":
+        check_threads([spec.settings for spec in specs], cores=len(os.sched_getaffinity(0)))
+        needs = [(weights_bytes(spec.checkpoint), spec.settings) for spec in specs]
+        check_memory(needs, available=available_bytes())
+
+
+class KilledAtStart(RunError):
+    """An engine that ended while it started, by no fault of its settings."""
+
+
+@contextmanager
+def _kept_running(spec: EngineSpec, observed: dict[str, Any], *, cold: bool) -> Iterator[Engine]:
+    """Start the engine, again when its start was cut short from outside; once it runs, its death is final.
+
+    (The numbers of two engines are not one run's.)
+    """
+    restarts: list[str] = []
+    observed["restarts"] = restarts
+    with ExitStack() as stack:
+        while True:
+            try:
+                engine = stack.enter_context(_one_start(spec, observed, cold=cold))
+                break
+            except KilledAtStart as error:
+                if len(restarts) == spec.settings.max_restarts:
+                    again = f", at start {len(restarts) + 1} of {len(restarts) + 1}" if restarts else ""
+                    raise RunError(f"{error}{again} (serve.max_restarts={spec.settings.max_restarts})") from error
+                restarts.append(str(error))
+                print(f"oneaxis: {error}; restart {len(restarts)} of {spec.settings.max_restarts}", file=sys.stderr)
+        yield engine
+
+
+@contextmanager
+def _one_start(spec: EngineSpec, observed: dict[str, Any], *, cold: bool) -> Iterator[Engine]:
+    settings, device = spec.settings, engine_device()
     port, holder = reserve_port(settings.port)
     folder = Path(tempfile.mkdtemp(prefix="oneaxis-"))
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | ForkedGuard | None = None
     engine: Engine | None = None
     pipe, pipe_write = os.pipe()
     try:
         environment, dropped = engine_environment(os.environ, settings, device=device, folder=folder)
+        environment |= spec.environment
         if dropped:
             print(f"oneaxis: not passed to the engine: {', '.join(dropped)} (use serve.engine_args)", file=sys.stderr)
-        command = engine_command(checkpoint.resolve(), settings, served_name=served_name, port=port, device=device)
-        keeper = [sys.executable, "-P", "-S", guard.__file__]
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                [*keeper, str(os.getpid()), str(pipe), str(STOP_GRACE_S), str(folder), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=[pipe],
-                start_new_session=True,
-            )
-        engine = Engine(f"http://127.0.0.1:{port}", port, served_name, log_path, settings, device, process)
-        engine.cold_start = _wait_until_healthy(engine, settings.start_timeout_s)
+        command = engine_command(
+            spec.checkpoint.resolve(), settings, served_name=spec.served_name, port=port, device=device
+        )
+        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        with spec.log_path.open("wb") as log:
+            if not cold and single_process(settings, device):
+                process = fork_engine(command[2:], environment, log=log.fileno(), folder=folder, grace_s=STOP_GRACE_S)
+            start: Start = "forked" if process else "cold"
+            if process is None:
+                keeper = [sys.executable, "-P", "-S", guard.__file__]
+                process = subprocess.Popen(
+                    [*keeper, str(os.getpid()), str(pipe), str(STOP_GRACE_S), str(folder), *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    pass_fds=[pipe],
+                    start_new_session=True,
+                )
+        engine = Engine(
+            f"http://127.0.0.1:{port}", spec.served_name, settings, port=port, log_path=spec.log_path, device=device,
+            process=process, start=start,
+        )  # fmt: skip
+        observed.update(start=start, port=port, environment_not_passed=dropped, cold_start=engine.cold_start)
+        if start == "forked":
+            # Next to nothing, unless this start was the one that waited for the imports.
+            engine.cold_start["preload_s"] = round(time.monotonic() - started, 3)
+        _wait_until_it_answers(engine, observed, started)
         holder.close()
-        if observed is not None:
-            observed.update(cold_start=engine.cold_start, port=port, environment_not_passed=dropped)
         yield engine
     finally:
         holder.close()
@@ -245,12 +332,14 @@ def running_engine(
         finally:
             # Also on a second interrupt: the closed pipe tells the guard to kill the tree at once.
             os.close(pipe_write)
+            if isinstance(process, ForkedGuard):
+                process.release()
             if process is not None and engine is not None and process.returncode == -signal.SIGKILL:
                 _sweep(engine.session)
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: "subprocess.Popen[bytes] | ForkedGuard") -> None:
     """Let the guard stop its engine; kill the guard when it does not."""
     process.terminate()
     try:
@@ -274,53 +363,84 @@ def _sweep(session: int) -> None:
             continue
 
 
-def _wait_until_healthy(engine: Engine, timeout_s: float) -> dict[str, float]:
-    """Seconds of each phase of the start, as its end shows in the log, and of the whole.
+PHASES = (*(name for name, _ in MARKS), "server_s", "first_request_s")
+
+
+def _wait_until_it_answers(engine: Engine, observed: dict[str, Any], started: float) -> None:
+    """Follow the start in the log, wait for `/health`, and send the first request; the phases go to `cold_start`.
+
+    The first request is part of the start: an engine can be healthy and die of it (`VLLM_BATCH_INVARIANT` on a CPU).
 
     Raises:
         UserError: when the engine refuses its arguments or its configuration.
         RunError: when the engine dies or the time is up.
     """
-    started = last = time.monotonic()
-    phases: dict[str, float] = {}
+    phases, timeout_s = engine.cold_start, engine.settings.start_timeout_s
+    last, (pause_s, longest_s) = time.monotonic(), POLL_S
+
+    def ended(name: str, now: float) -> None:
+        nonlocal last
+        phases[name], last = round(now - last, 3), now
+        bar.update()
+        following = [later for later in PHASES if later not in phases]
+        observed["phase"] = following[0].removesuffix("_s") if following else "ready"
+        bar.set_description(f"engine start: {observed['phase']}")
+
+    observed["phase"] = PHASES[0].removesuffix("_s")
     with engine.log_path.open(encoding="utf-8", errors="replace") as log:
-        with tqdm(total=len(MARKS) + 1, desc="engine start", unit="phase", leave=False, delay=2) as bar:
+        with tqdm(total=len(PHASES), desc="engine start", unit="phase", leave=False, delay=2) as bar:
             while True:
                 text = log.read()
-                now = time.monotonic()
                 for name, mark in MARKS:
                     if name not in phases and mark in text:
-                        phases[name], last = round(now - last, 3), now
-                        bar.update()
+                        ended(name, time.monotonic())
                 engine.session = engine.session or engine.pid or 0
                 if not engine.alive():
-                    _raise_why_it_died(engine)
-                if _healthy(engine):
-                    now = time.monotonic()
-                    return {**phases, "server_s": round(now - last, 3), "total_s": round(now - started, 3)}
-                if now - started > timeout_s:
+                    _raise_why_it_died(engine, observed["phase"])
+                if not (state := engine.state()):
+                    break
+                if time.monotonic() - started > timeout_s:
                     raise RunError(
-                        f"the engine was not ready within serve.start_timeout_s={timeout_s:g}; "
-                        f"it last said: {engine.last_words(2)}; log: {engine.log_path}"
+                        f"the engine was not ready within serve.start_timeout_s={timeout_s:g} "
+                        f"(phase {observed['phase']}; /health: {state}); it last said: {engine.last_words(2)}; "
+                        f"log: {engine.log_path}"
                     )
-                time.sleep(0.1)
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.2, longest_s)
+            ended("server_s", time.monotonic())
+            _first_request(engine, timeout_s=max(10.0, started + timeout_s - time.monotonic()))
+            ended("first_request_s", time.monotonic())
+            phases["total_s"] = round(time.monotonic() - started, 3)
 
 
-def _healthy(engine: Engine) -> bool:
+def _first_request(engine: Engine, *, timeout_s: float) -> None:
+    """One token of completion.
+
+    Raises:
+        RunError: when the engine dies of it, or does not answer.
+    """
+    body = {"model": engine.model_name, "prompt": [PROBE_TOKEN], "max_tokens": 1, "temperature": 0}
     try:
-        with _direct.open(f"{engine.base_url}/health", timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
+        engine.post("/v1/completions", body, timeout_s=timeout_s)
+    except RunError as error:
+        # It answers with an error and ends a moment later.
+        for _ in range(50):
+            if not engine.alive():
+                how = how_it_ended(engine.exit_code(), engine.log_lines())
+                raise RunError(f"the engine was healthy and died at its first request {how}; "
+                               f"log: {engine.log_path}") from error  # fmt: skip
+            time.sleep(0.1)
+        raise
 
 
-def _raise_why_it_died(engine: Engine) -> None:
-    lines = engine.log_lines()
+def _raise_why_it_died(engine: Engine, phase: str) -> None:
+    lines, code = engine.log_lines(), engine.exit_code()
     refused = refused_arguments(lines)
     if refused:
         raise UserError(f"serve.engine_args: the engine refuses its arguments: {refused}; log: {engine.log_path}")
     if refused := refused_configuration(lines):
         given = ", ".join(f"serve.engine_args.{name}" for name in sorted(engine.settings.engine_args))
         raise UserError(f"{given or 'serve'}: the engine refuses its configuration: {refused}; log: {engine.log_path}")
-    raise RunError(f"the engine died while starting {how_it_ended(engine.process.returncode, lines)}; "
-                   f"log: {engine.log_path}")  # fmt: skip
+    said = f"the engine died while starting {how_it_ended(code, lines)}; phase {phase}; log: {engine.log_path}"
+    killed = not root_error(lines) and (code < 0 or code >= 128 or core_ended(lines))
+    raise KilledAtStart(said) if killed or port_taken(lines) else RunError(said)

@@ -20,6 +20,18 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def preload() -> None:
+    """Import what the API server and its engine core import, and let vLLM read its own options once."""
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.entrypoints.launchers.api_server.entry import main  # noqa: F401
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    make_arg_parser(FlexibleArgumentParser())
+
+
 def main() -> None:
     """Run vLLM's OpenAI server with the arguments of this process."""
     import vllm.v1.engine.utils as engine_utils

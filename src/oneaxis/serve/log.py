@@ -79,6 +79,11 @@ def core_ended(lines: Sequence[str]) -> bool:
     return any(text in line for line in lines for text in _CORE_ENDED)
 
 
+def port_taken(lines: Sequence[str]) -> bool:
+    """Whether the engine ended because something listens on its port."""
+    return "ddress already in use" in root_error(lines)
+
+
 def _last_error(lines: Sequence[str]) -> tuple[int, str, str]:
     """Line number, text and class of the error that `root_error` is about; (0, "", "") without one."""
     found: list[tuple[bool, tuple[int, str, str]]] = []

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import psutil
 
 from oneaxis.config.schema import Serve
 from oneaxis.errors import UserError
-from oneaxis.serve.command import kv_cache_bytes
+from oneaxis.serve.command import kv_cache_bytes, num_threads
 
 OVERHEAD_GIB = 2.0
 """Two processes with torch and vLLM, and the activations of a small model."""
@@ -75,29 +75,44 @@ def available_bytes() -> int:
         return available
 
 
-def check_memory(weights: int, settings: Serve, *, available: int) -> None:
-    """Whether weights, KV cache and runtime fit into `available` bytes (on a CPU; a GPU's memory is vLLM's to judge).
+def check_memory(needs: Sequence[tuple[int, Serve]], *, available: int) -> None:
+    """Whether weights, KV cache and runtime of every engine fit into `available` bytes (a GPU's is vLLM's to judge).
+
+    Args:
+        needs: for each engine the size of its weights, bytes, and its settings.
 
     Raises:
         UserError: with each of the numbers, GiB.
     """
-    parts = {"weights": weights / 2**30, "KV cache": kv_cache_bytes(settings) / 2**30, "runtime": OVERHEAD_GIB}
+    parts = {
+        "weights": sum(weights for weights, _ in needs) / 2**30,
+        "KV cache": sum(kv_cache_bytes(settings) for _, settings in needs) / 2**30,
+        "runtime": OVERHEAD_GIB * len(needs),
+    }
     if sum(parts.values()) > available / 2**30:
-        needs = " + ".join(f"{gib:.1f} {name}" for name, gib in parts.items())
+        who = "the engine needs" if len(needs) == 1 else f"{len(needs)} engines need"
+        asked = " + ".join(f"{settings.kv_cache_gib}" for _, settings in needs)
+        needed = " + ".join(f"{gib:.1f} {name}" for name, gib in parts.items())
         raise UserError(
-            f"serve.kv_cache_gib={settings.kv_cache_gib}: the engine needs {needs} = {sum(parts.values()):.1f} GiB, "
+            f"serve.kv_cache_gib={asked}: {who} {needed} = {sum(parts.values()):.1f} GiB, "
             f"and {available / 2**30:.1f} GiB are free; allowed: less, or end what holds the memory"
         )
 
 
-def check_threads(settings: Serve, *, cores: int) -> None:
-    """Whether each thread of the engine has a core of its own: with far more of them a start does not end.
+def check_threads(engines: Sequence[Serve], *, cores: int) -> None:
+    """Whether each thread of each engine has a core of its own: with far more of them a start does not end.
 
     Raises:
         UserError: when there are fewer cores.
     """
-    if settings.threads > cores:
-        raise UserError(f"serve.threads={settings.threads}: allowed: 0 to {cores}, the cores that this process may use")
+    if len(engines) == 1 and engines[0].threads > cores:
+        raise UserError(
+            f"serve.threads={engines[0].threads}: allowed: 0 to {cores}, the cores that this process may use"
+        )
+    if len(engines) > 1 and sum(num_threads(settings) for settings in engines) > cores:
+        asked = " + ".join(str(settings.threads) for settings in engines)
+        raise UserError(f"serve.threads={asked} (0: all cores) for {len(engines)} engines at once: allowed: at most "
+                        f"{cores} together, the cores that this process may use")  # fmt: skip
 
 
 def check_kv_cache(config: dict[str, Any], settings: Serve) -> None:
