@@ -27,7 +27,7 @@ def sizes_of(**sizes: Any) -> Calibrate:
     """A small `calibrate` section."""
     copying = {"sequences": 1, "context_tokens": 128}
     values = {"num_sequences": 8, "heldout_sequences": 4, "sequence_tokens": 64, "batch_size": 3,
-              "sample_tokens": 32, "copying": copying}  # fmt: skip
+              "sample_tokens": 32, "dtype": "float32", "copying": copying}  # fmt: skip
     return Calibrate(**(values | sizes))
 
 

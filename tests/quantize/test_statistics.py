@@ -77,6 +77,21 @@ def test_statistics_are_those_of_the_tensors_that_linears_read(family: str, tmp_
             assert row["ratio"] == pytest.approx(values[-1] / row["p999"], rel=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3", "gpt2"])
+def test_in_bfloat16_the_statistics_are_close_and_those_of_weights_exact(family: str, tmp_path: Path) -> None:
+    tiny(family).bfloat16().save_pretrained(tmp_path / family)
+    ids_ST, model = token_ids(8, 40), Layerwise.open(tmp_path / family)
+    exact = stats.gather(model, ids_ST, 3, sample_tokens=16).tensors
+    narrow = stats.gather(model, ids_ST, 3, sample_tokens=16, dtype=torch.bfloat16).tensors
+    moved = {name: float((narrow[name] - exact[name]).abs().max() / exact[name].abs().max()) for name in exact}
+    assert max(moved.values()) < 0.06
+    assert all(by == 0 for name, by in moved.items() if name.endswith("weight_absmax"))
+    # The layers did compute in the narrow dtype: no value that they give has more bits.
+    absmax = narrow["layers.1.down.absmax"]
+    assert torch.equal(absmax, absmax.bfloat16().float())
+    assert moved["layers.1.down.absmax"] > 0
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_samples_are_the_same_tokens_of_every_tensor(family: str, tmp_path: Path) -> None:
     """Rows of the oracle's; which, is read off one tensor in which no two tokens are alike, and holds for all."""

@@ -66,7 +66,7 @@ class Hidden:
     """Hidden states between two layers."""
 
     states_STD: Tensor
-    """float32; `advance` writes each layer's output over its input."""
+    """Of the dtype that layers compute in; `advance` writes each layer's output over its input."""
     batch_size: int
     arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]]
     """Number of sequences in a batch -> what each layer is called with beside the hidden states."""
@@ -195,8 +195,8 @@ class Layerwise:
         return layer.eval().requires_grad_(False)
 
     @torch.no_grad()
-    def start(self, token_ids_ST: Tensor, batch_size: int) -> Hidden:
-        """The hidden states before the first layer."""
+    def start(self, token_ids_ST: Tensor, batch_size: int, dtype: torch.dtype = torch.float32) -> Hidden:
+        """The hidden states before the first layer, for layers that compute in `dtype`."""
         unique, places_ST = token_ids_ST.unique(return_inverse=True)
         place = self._places[self._embedding_name]
         assert int(unique[-1]) < place.shape[0], f"token id {int(unique[-1])} of {place.shape[0]}"
@@ -212,9 +212,9 @@ class Layerwise:
                 hidden_BTD = self._recorders[0].hidden_BTD
                 assert hidden_BTD is not None
                 if states_STD is None:
-                    states_STD = torch.empty(*token_ids_ST.shape, hidden_BTD.shape[-1])
+                    states_STD = torch.empty(*token_ids_ST.shape, hidden_BTD.shape[-1], dtype=dtype)
                 states_STD[start : start + batch_size] = hidden_BTD
-                arguments.setdefault(len(hidden_BTD), [recorder.arguments for recorder in self._recorders])
+                arguments.setdefault(len(hidden_BTD), _in_dtype([recorder.arguments for recorder in self._recorders], dtype))
                 self._forget()
         finally:
             self._embedding.weight = whole
@@ -327,6 +327,22 @@ class Layerwise:
         for recorder in self._recorders:
             recorder.hidden_BTD = recorder.answer_BTD = None
             recorder.arguments = ((), {})
+
+
+def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """float32 tensors in nested tuples, lists and dictionaries in another dtype; one that is there twice stays one."""
+    if dtype == torch.float32:
+        return value
+    cast: dict[int, Tensor] = {}
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dtype == torch.float32:
+            return cast.setdefault(id(value), value.to(dtype))
+        if isinstance(value, tuple | list):
+            return type(value)(walk(item) for item in value)
+        return {key: walk(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    return walk(value)
 
 
 def _on_meta(folder: Path, config: PretrainedConfig) -> PreTrainedModel:

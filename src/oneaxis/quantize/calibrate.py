@@ -1,7 +1,8 @@
 """calibrate: activation statistics of the policy, and everything that a quantised checkpoint is later held against.
 
 Everything is in float32, whatever the checkpoint's dtype: the statistics and the measurements "before" are then free of
-rounding. Nothing here depends on alpha or the scheme, so that no change of these runs it again. Layers are loaded one
+rounding. With calibrate.dtype=bfloat16 statistics are gathered from layers that compute in BF16, as an
+engine does; the measurements stay. Nothing here depends on alpha or the scheme, so that no change of these runs it again. Layers are loaded one
 after another, by each of four passes: the calibration text, the held-out text, the copy tasks, and the copy tasks
 through a baseline that is known to be weak (static INT8 without smoothing): does the suite tell the two apart?
 
@@ -107,7 +108,8 @@ def calibrate(policy: Path, calibration: Path, heldout: Path, settings: Calibrat
     text.frame().write_parquet(out / "calibration_tokens.parquet")
 
     model = Layerwise.open(policy)
-    gathered = stats.gather(model, text.token_ids_ST, settings.batch_size, settings.sample_tokens)
+    gathered = stats.gather(model, text.token_ids_ST, settings.batch_size, settings.sample_tokens,
+                            getattr(torch, settings.dtype))  # fmt: skip
     if gathered.unseen:
         _say(f"no token reached {len(gathered.unseen)} of {len(gathered.rows)} tensors ({gathered.unseen[0]}): these "
              "experts are rounded unsmoothed; more or other text (calibrate.num_sequences) reaches them")  # fmt: skip
@@ -166,6 +168,7 @@ def _facts(
         "num_tokens": text.token_ids_ST.numel(),
         "num_sequences": len(text.token_ids_ST),
         "sample_tokens": settings.sample_tokens,
+        "dtype": settings.dtype,
         "tokens_by_source": dict(text.frame().group_by("source").len().sort("source").rows()),
         "sites": sites,
         "statistics": [*stats.CHANNEL_STATISTICS, "token_norm"],
@@ -216,6 +219,8 @@ def _measure_copying(
     model: Layerwise, statistics: Mapping[str, Tensor], settings: Calibrate, longest: int | None, out: Path
 ) -> dict[str, Any]:
     """Score the exact-copy suite on the policy and on the weak baseline; metrics without their prefix."""
+    if not settings.copying.sequences:
+        return {}
     tasks = make_copy_tasks(model.tokenizer, settings.copying, longest, COPY_SEED)
     if tasks.tokens.is_empty():
         return {}

@@ -1,4 +1,4 @@
-"""Activation statistics of the tensors that linears read, gathered in one float32 pass; any alpha follows from them.
+"""Activation statistics of the tensors that linears read, gathered in one pass; any alpha follows from them.
 
 Per tensor (a site of a decoder layer) and channel: min, max, absmax, with the first token of a sequence apart (it is
 where massive activations sit), and the absmax of the weights that read the channel. Per token: its L2 norm. Per
@@ -220,17 +220,24 @@ def outlier_row(name: str, seen: InputStatistics) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def gather(model: Layerwise, token_ids_ST: Tensor, batch_size: int, sample_tokens: int) -> Gathered:
+def gather(
+    model: Layerwise,
+    token_ids_ST: Tensor,
+    batch_size: int,
+    sample_tokens: int,
+    dtype: torch.dtype = torch.float32,
+) -> Gathered:
     """Run the sequences through the decoder layers and return the statistics of every tensor that linears read.
 
     Args:
         sample_tokens: rows to keep of every tensor; 0: none.
+        dtype: what the layers compute in.
 
     Raises:
         UserError: a tensor held NaN or infinity, naming it.
     """
     gathered = Gathered()
-    hidden = model.start(token_ids_ST, batch_size)
+    hidden = model.start(token_ids_ST, batch_size, dtype)
     for index in tqdm(range(model.decoder.num_layers), desc="calibrate: statistics", unit="layer", delay=3):
         _gather_layer(model, hidden, index, sample_tokens, gathered)
     return gathered
@@ -244,6 +251,7 @@ def _gather_layer(model: Layerwise, hidden: Hidden, index: int, sample_tokens: i
     inputs = {name: InputStatistics(len(weight_C), not name.startswith("experts."), sample_tokens)
               for name, weight_C in weights.items()}  # fmt: skip
     cached: dict[str, Tensor] = {}
+    layer.to(hidden.states_STD.dtype)
 
     def see(name: str, x_BTC: Tensor) -> None:
         if name in inputs:
