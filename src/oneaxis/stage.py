@@ -104,6 +104,8 @@ def run(name: str, work: Callable[[Stage], Mapping[str, float]]) -> NoReturn:
     """Run a stage from the project's root (the working directory) and exit with its code."""
     os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
     end_with_parent()
+    # transformers imports scikit-learn where it finds it, for a kind of generation that no stage uses.
+    sys.modules["sklearn"] = None  # type: ignore[assignment]
     root = Path.cwd()
     started = time.time()
     code, message = 1, ""

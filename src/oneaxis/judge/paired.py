@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 
 @dataclass(frozen=True)
@@ -49,5 +49,5 @@ def paired_difference(
     n = len(difference)
     mean = float(difference.mean())
     standard_error = float(difference.std(ddof=1)) / n**0.5
-    margin = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * standard_error
+    margin = float(stdtrit(n - 1, (1 + confidence) / 2)) * standard_error
     return Effect(effect=mean, ci_low=mean - margin, ci_high=mean + margin, n=n)

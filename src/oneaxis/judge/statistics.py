@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from scipy import stats
+from scipy.special import ndtri, stdtr, stdtrit
 
 EXACT_PAIRS = 20
 """Up to here all 2^n sign assignments are enumerated."""
@@ -58,7 +58,7 @@ def paired_t_p(differences: Sequence[float] | np.ndarray) -> float:
     mean, spread = float(d.mean()), float(d.std(ddof=1))
     if spread == 0:
         return 0.0 if mean else 1.0
-    return float(2 * stats.t.sf(abs(mean) / (spread / math.sqrt(len(d))), len(d) - 1))
+    return float(2 * stdtr(len(d) - 1, -abs(mean) / (spread / math.sqrt(len(d)))))
 
 
 def pairs_needed(deviation: float, margin: float, confidence: float) -> int | None:
@@ -69,7 +69,7 @@ def pairs_needed(deviation: float, margin: float, confidence: float) -> int | No
     """
     n = 2
     while n <= 100_000:
-        if float(stats.t.ppf((1 + confidence) / 2, n - 1)) * deviation / math.sqrt(n) < margin:
+        if float(stdtrit(n - 1, (1 + confidence) / 2)) * deviation / math.sqrt(n) < margin:
             return n
         n += 1 if n < 100 else n // 50
     return None
@@ -86,7 +86,7 @@ def paired_share_interval(gained: int, lost: int, n: int, confidence: float) -> 
     """
     assert min(gained, lost) >= 0
     assert n >= max(gained + lost, 1)
-    critical = float(stats.norm.ppf((1 + confidence) / 2))
+    critical = float(ndtri((1 + confidence) / 2))
 
     def statistic(difference: float) -> float:
         b = -gained - lost + (2 * n - gained + lost) * difference

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from scipy import stats
+from scipy.special import stdtrit
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -93,5 +93,5 @@ def clustered_mean(values: np.ndarray, clusters: np.ndarray, confidence: float =
     if m == 1:
         return {"effect": mean, "ci_low": None, "ci_high": None}
     spread = float((sums - mean * sizes).std(ddof=1) / sizes.mean())
-    margin = float(stats.t.ppf((1 + confidence) / 2, m - 1)) * spread / math.sqrt(m)
+    margin = float(stdtrit(m - 1, (1 + confidence) / 2)) * spread / math.sqrt(m)
     return {"effect": mean, "ci_low": mean - margin, "ci_high": mean + margin}
