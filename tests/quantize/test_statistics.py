@@ -84,7 +84,8 @@ def test_in_bfloat16_the_statistics_are_close_and_those_of_weights_exact(family:
     exact = stats.gather(model, ids_ST, 3, sample_tokens=16).tensors
     narrow = stats.gather(model, ids_ST, 3, sample_tokens=16, dtype=torch.bfloat16).tensors
     moved = {name: float((narrow[name] - exact[name]).abs().max() / exact[name].abs().max()) for name in exact}
-    assert max(moved.values()) < 0.06
+    assert max(moved.values()) < 0.2
+    assert np.median(list(moved.values())) < 0.02
     assert all(by == 0 for name, by in moved.items() if name.endswith("weight_absmax"))
     # The layers did compute in the narrow dtype: no value that they give has more bits.
     absmax = narrow["layers.1.down.absmax"]

@@ -318,8 +318,8 @@ class Calibrate(Section):
     sample_tokens: Annotated[int, Field(ge=16)]
     """Activations of so many tokens are kept of every tensor: what `quantize.smooth.alpha=auto` is searched on."""
     dtype: Literal["float32", "bfloat16"]
-    """What the layers compute in while statistics are gathered; all that is measured stays float32. `bfloat16`, in which
-    an engine serves, is faster on a CPU with AVX512_BF16 or AMX, and slower on others."""
+    """What the layers compute in while statistics are gathered; all that is measured stays float32. `bfloat16`, in
+    which an engine serves, is faster on a CPU with AVX512_BF16 or AMX, and slower on others."""
     copying: Copying
 
 

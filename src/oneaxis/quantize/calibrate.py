@@ -1,10 +1,10 @@
 """calibrate: activation statistics of the policy, and everything that a quantised checkpoint is later held against.
 
 Everything is in float32, whatever the checkpoint's dtype: the statistics and the measurements "before" are then free of
-rounding. With calibrate.dtype=bfloat16 statistics are gathered from layers that compute in BF16, as an
-engine does; the measurements stay. Nothing here depends on alpha or the scheme, so that no change of these runs it again. Layers are loaded one
-after another, by each of four passes: the calibration text, the held-out text, the copy tasks, and the copy tasks
-through a baseline that is known to be weak (static INT8 without smoothing): does the suite tell the two apart?
+rounding. With calibrate.dtype=bfloat16 statistics are gathered from layers that compute in BF16, as an engine does; the
+measurements stay. Nothing here depends on alpha or the scheme, so that no change of these runs it again. Layers are
+loaded one after another, by each of four passes: the calibration text, the held-out text, the copy tasks, and the copy
+tasks through a baseline that is known to be weak (static INT8 without smoothing): does the suite tell the two apart?
 
 Files (S sequences, T tokens of each, C channels of a tensor, N tokens that passed it, D hidden, K KV heads, H head_dim;
 `<tensor>` is `layers.<n>.<site>`, `<site>` as the family's `Site.name`: qkv, o, gate_up, down, experts.<e>.down):
