@@ -1,9 +1,8 @@
-"""sweep: open-loop load on the served checkpoint, every shape at every rate, and whether the numbers can be trusted.
+"""sweep: load on the served checkpoint, every shape at every level, and whether the numbers can be trusted.
 
-Reads the served checkpoint and the held-out text (prompts are cut from it). Writes `arrivals.parquet` (the plan, with
-every prompt), `draws.parquet` (the probe of guard 8), `requests.parquet`, the server's own account
-(`server_samples.parquet`, `server_histograms.parquet`), `cells.parquet`, `summary.json` and `guards.json`. A sweep
-whose guards fail is written all the same, and says INVALID.
+Reads the served checkpoint, the held-out text (prompts are cut from it) and a trace. Writes `arrivals.parquet` (the
+plan), `draws.parquet` (guard 8's probe), `requests.parquet`, `server_samples.parquet`, `server_histograms.parquet`,
+`cells.parquet`, `summary.json` and `guards.json`. A sweep whose guards fail is written all the same, and says INVALID.
 """
 
 import sys
@@ -21,29 +20,31 @@ def work(stage: Stage) -> dict[str, float]:
     from oneaxis.load.draws import PROMPT_TOKENS, draw_answers
     from oneaxis.load.plan import check_fits, draw_plan, text_tokens
     from oneaxis.load.record import write_record
-    from oneaxis.load.summary import flat_metrics, judge, report_lines, summarise, summary_document
+    from oneaxis.load.summary import cache_block_tokens, flat_metrics, judge, report_lines, summarise, summary_document
     from oneaxis.load.sweep import run_sweep
+    from oneaxis.load.trace import read_trace
     from oneaxis.tenants import gpu_processes, other_work
 
     config, measure, load = stage.config, stage.config.measure, stage.config.load
-    check_fits(load, config.serve.max_model_len)
+    trace = read_trace(load.trace, stage.root) if load.trace else None
+    check_fits(load, config.serve.max_model_len, trace)
     texts = pl.read_parquet(stage.artifact("prepare_data", "heldout.parquet"))["text"]
     tokenizer = AutoTokenizer.from_pretrained(stage.served)
     text = text_tokens(texts, lambda t: tokenizer.encode(t, add_special_tokens=False), set(tokenizer.all_special_ids))
-    plan = draw_plan(load, text, seed=config.seed, session=measure.session, repetition=measure.repetition)
+    plan = draw_plan(load, text, trace=trace, seed=config.seed, session=measure.session, repetition=measure.repetition)
 
     on_gpu = gpu_processes()
     log_path = stage.root / STATE / "logs" / "sweep-engine.log"
     with running_engine(stage.served, config.serve, log_path=log_path, observed=stage.observed) as engine:
-        differences = realised_config(engine, stage.served)["differences"]
+        realised = realised_config(engine, stage.served)
         draws = draw_answers(engine, text[:PROMPT_TOKENS].tolist(), seed=config.seed)
         with other_work(engine.processes()) as others:
             sweep = run_sweep(engine, plan, duration_s=load.duration_s, timeout_s=load.request_timeout_s)
 
     cells = summarise(sweep, load)
     tenants = others | {"gpu_processes": on_gpu}
-    verdicts = judge(plan, sweep, cells, differences, config.guards, load=load, lease=lease.as_json(),
-                     tenants=tenants, draws=draws)  # fmt: skip
+    verdicts = judge(plan, sweep, cells, realised["differences"], config.guards, load=load, lease=lease.as_json(),
+                     tenants=tenants, draws=draws, cache_block_tokens=cache_block_tokens(realised))  # fmt: skip
     document = summary_document(cells, verdicts, sweep, load)
     write_record(stage.out, plan, sweep, draws, cells, document, verdicts)
     stage.notes.update(num_requests=plan.arrivals.height, num_warmup_requests=plan.warmups.height)

@@ -92,7 +92,9 @@ def check_inputs(root: Path, config: Config) -> None:
     for name, path in derived_paths(config.model_dump()).items():
         if name.endswith("_source") and not (root / path).exists():
             table = name.removesuffix("_source")
-            key = f"{table}.path" if table in ("model", "sample") else f"data.{table}.source.path"
+            key = {"model": "model.path", "sample": "sample.path", "load": "load.trace"}.get(
+                table, f"data.{table}.source.path"
+            )
             raise UserError(f"{key}={path}: no such file or folder; allowed: an existing one")
 
 

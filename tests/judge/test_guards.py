@@ -24,6 +24,7 @@ def requests(**faults: dict[int, object]) -> pl.DataFrame:
     rows = [
         {
             "shape": "s",
+            "service_class": "default",
             "level": "r0.5",
             "rate_rps": 0.5,
             "request_id": f"r{index}",

@@ -4,15 +4,15 @@ Oracle: the fake server's own record of what it sent and when (`fake_server.py`)
 engine. Real: sockets, streaming, the clock.
 """
 
-import asyncio
 import socket
 import time
 from collections.abc import Callable, Sequence
 
 import polars as pl
 import pytest
+import uvloop
 
-from oneaxis.load.client import Record, Request, open_session, request_table, requests_of, send_all
+from oneaxis.load.client import Record, Request, request_table, requests_of, send_all
 from oneaxis.load.plan import PLAN_SCHEMA
 from tests.load.fake_server import Answer, fake_server
 
@@ -45,11 +45,8 @@ def send(
 ) -> dict[str, Record]:
     """Send all and give the records by request id."""
 
-    async def go() -> list[Record]:
-        async with open_session() as session:
-            return await send_all(session, base_url, requests, timeout_s=timeout_s, alive=alive)
-
-    return {record.request_id: record for record in asyncio.run(go())}
+    records = uvloop.run(send_all(base_url, requests, timeout_s=timeout_s, alive=alive))
+    return {record.request_id: record for record in records}
 
 
 def test_accounts_for_every_token_and_times_them_as_the_server_sent_them() -> None:

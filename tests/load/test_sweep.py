@@ -37,6 +37,15 @@ LOAD = Load.model_validate(
             {"name": "short", "prompt_tokens": 8, "output_tokens": 5},
         ],
         "rates_rps": [10.0],
+        "together": False,
+        "burstiness": None,
+        "users": [],
+        "think_time_s": None,
+        "requests_per_user": None,
+        "trace": None,
+        "trace_speed": [],
+        "repeat_prompts": None,
+        "classes": {},
         "duration_s": 1.0,
         "warmup_requests": 2,
         "request_timeout_s": 3.0,
@@ -212,6 +221,114 @@ def test_a_sweep_in_which_all_failed_is_no_result(plan: Plan) -> None:
     with fake_server(Answer(http_status=503)) as server:
         with pytest.raises(RunError, match=r"all 20 requests failed \(server_error 20\): HTTP 503"):
             sweep_of(server, plan)
+
+
+# --- other ways of arriving -----------------------------------------------------------------------------------
+
+
+def other(**changes: Any) -> tuple[Load, Plan]:
+    """`LOAD` with changes, and its plan."""
+    import numpy as np
+
+    text = np.random.default_rng(2).integers(3, 90, size=500).astype(np.int32)
+    section = Load.model_validate(LOAD.model_dump() | changes)
+    return section, draw_plan(section, text, seed=0, session="test", repetition=0)
+
+
+def verdicts_of(load: Load, plan: Plan, sweep: Sweep, **facts: Any) -> dict[int, str]:
+    """Number -> reason of the guards that fail."""
+    found = judge(plan, sweep, summarise(sweep, load), [], GUARDS, **(CLEAN | {"load": load} | facts))
+    return {guard.number: guard.reason for guard in found if not guard.valid}
+
+
+CLOSED = {"arrival": "closed", "rates_rps": [], "users": [3], "think_time_s": 0.1, "requests_per_user": 40}
+
+
+def test_users_wait_for_their_answers_and_think_and_never_show_a_capacity() -> None:
+    load, plan = other(**CLOSED)
+    with fake_server(Answer(gap_s=0.04)) as server:
+        sweep = run_sweep(server, plan, duration_s=load.duration_s, timeout_s=3.0)
+    assert verdicts_of(load, plan, sweep) == {}
+    for _, cell in sweep.requests.group_by("shape"):
+        # By the server's own record: never more than three at once.
+        edges = [(server.seen[name].received_at, 1) for name in cell["request_id"]]
+        edges += [(server.seen[name].chunk_at[-1], -1) for name in cell["request_id"]]
+        in_flight = 0
+        for _, step in sorted(edges):
+            in_flight += step
+            assert in_flight <= 3
+        # Each user's request comes when the one before has ended and the pause that was drawn is over.
+        rows = cell.join(plan.arrivals.select("request_id", "think_s"), on="request_id", maintain_order="left")
+        for _, own in rows.group_by("user"):
+            before = [0.0, *own["ended_s"].to_list()[:-1]]
+            due = [end + pause for end, pause in zip(before, own["think_s"], strict=True)]
+            assert own["intended_s"].to_list() == pytest.approx(due, abs=1e-6)
+        assert cell["intended_s"].max() < load.duration_s
+        assert (cell["sent_s"] - cell["intended_s"]).median() < 0.02
+    cells = summarise(sweep, load)
+    document = summary_document(cells, [], sweep, load)
+    assert document["capacity"] == {}
+    assert any(line.startswith("no capacity: ") for line in report_lines(document, []))
+    assert not [name for name in flat_metrics(cells, []) if "capacity" in name]
+    assert "sweep/short/u3/ttft_p50_ms" in flat_metrics(cells, [])
+
+
+def test_a_user_without_prompts_makes_the_run_invalid() -> None:
+    load, plan = other(**CLOSED | {"requests_per_user": 2})
+    with fake_server(Answer(gap_s=0.0)) as server:
+        sweep = run_sweep(server, plan, duration_s=load.duration_s, timeout_s=3.0)
+    failed = verdicts_of(load, plan, sweep)
+    assert list(failed) == [5]
+    assert "6 users had used all their prompts before the cell was over" in failed[5]
+
+
+def test_shapes_together_run_at_once_and_the_servers_counters_belong_to_the_level() -> None:
+    shapes = [{"name": "long", "prompt_tokens": 40, "output_tokens": 1, "weight": 0.5},
+              {"name": "short", "prompt_tokens": 8, "output_tokens": 5}]  # fmt: skip
+    load, plan = other(together=True, shapes=shapes)
+    with fake_server(Answer(gap_s=0.03)) as server:
+        sweep = run_sweep(server, plan, duration_s=load.duration_s, timeout_s=3.0)
+    assert verdicts_of(load, plan, sweep) == {}
+    spans = {shape: [server.seen[name].received_at for name in cell["request_id"]]
+             for (shape,), cell in sweep.requests.group_by("shape")}  # fmt: skip
+    assert {shape: len(times) for shape, times in spans.items()} == {"long": 5, "short": 10}
+    assert min(spans["long"]) < max(spans["short"])
+    assert min(spans["short"]) < max(spans["long"])
+    # 5 x 40 + 10 x 8 tokens in, 5 x 1 + 10 x 5 out, under each shape.
+    for shape in ("long", "short"):
+        counted = sweep.counters[shape, "r10"]
+        assert (counted["prompt_tokens"], counted["output_tokens"]) == (280, 55)
+    assert set(sweep.samples["shape"]) == {None}
+    cells = summarise(sweep, load)
+    assert sorted(cells.select("shape", "n", "rate_rps").rows()) == [("long", 5, 5.0), ("short", 10, 10.0)]
+
+
+def test_declared_prefixes_are_held_against_the_servers_counter() -> None:
+    shapes = [{"name": "long", "prompt_tokens": 40, "output_tokens": 1,
+               "shared_prefix": {"tokens": 32, "groups": 1, "share": 1.0}},
+              {"name": "short", "prompt_tokens": 8, "output_tokens": 5}]  # fmt: skip
+    load, plan = other(shapes=shapes)
+    # The server's cache works in blocks of 16: 9 of 10 prompts have 32 of their 40 tokens there, which is 72%.
+    hits = {"prefix_cache_queries": 400.0, "prefix_cache_hits": 288.0}
+    with fake_server(Answer(gap_s=0.0)) as server:
+        sweep = run_sweep(server, plan, duration_s=load.duration_s, timeout_s=3.0)
+    counters = {**sweep.counters, ("long", "r10"): sweep.counters["long", "r10"] | hits}
+    cached = Sweep(sweep.requests, sweep.samples, counters, sweep.conditions)
+    assert verdicts_of(load, plan, cached, cache_block_tokens=16) == {}
+    # No hits where they were declared, and hits where the cache should have none, are both INVALID.
+    unused = verdicts_of(load, plan, sweep, cache_block_tokens=16)
+    assert "took 0.0% of the prompt tokens of long r10" in unused[1]
+    assert "where the declared prefixes give 72.0%" in unused[1]
+    assert list(verdicts_of(load, plan, cached)) == [1]
+
+
+def test_prompts_that_are_repeated_on_purpose_are_invalid() -> None:
+    load, plan = other(repeat_prompts=2)
+    with fake_server(Answer(gap_s=0.0), reuse=True) as server:
+        sweep = run_sweep(server, plan, duration_s=load.duration_s, timeout_s=3.0)
+    failed = verdicts_of(load, plan, sweep)
+    assert list(failed) == [1]
+    assert "16 of 24 prompts repeat another" in failed[1]
 
 
 # --- the real engine ------------------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ def sweep(folder: Path, draw: random.Random, params: dict[str, Any]) -> dict[str
                 first = at + 0.2 + shape["prompt_tokens"] / 500 * math.exp(draw.gauss(0, 0.3))
                 done = first + shape["output_tokens"] * 0.05
                 own.append({
-                    "shape": shape["name"], "level": f"r{rate:g}", "rate_rps": float(rate),
+                    "shape": shape["name"], "service_class": "default", "level": f"r{rate:g}", "rate_rps": float(rate),
                     "request_id": f"{shape['name']}-{rate}-{len(own)}",
                     "intended_s": at, "sent_s": at + 0.001, "first_token_s": first, "done_s": done,
                     "asked_output_tokens": shape["output_tokens"], "asked_prompt_tokens": shape["prompt_tokens"],

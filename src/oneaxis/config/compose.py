@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from oneaxis.config.schema import NO_STAGE, STAGE_SECTIONS, Config, derived_paths
+from oneaxis.config.schema import ARRIVAL_SETTINGS, NO_STAGE, STAGE_SECTIONS, Config, derived_paths
 from oneaxis.errors import UserError
 
 PARAMS = "params.yaml"
@@ -86,6 +86,12 @@ def _compose(
         group, _, choice = override.partition("=")
         if choice == "null" and (conf_dir / group).is_dir():
             raise UserError(f"{override}: {group} is a group; allowed: {_options(conf_dir / group)}")
+    # A profile sets rates without knowing how requests arrive: they are [] where a rate would do nothing.
+    OmegaConf.register_new_resolver(
+        "with_rates",
+        lambda rates, *, _root_: rates if "rates_rps" in ARRIVAL_SETTINGS.get(_root_.load.arrival, ()) else [],
+        replace=True,
+    )
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir.resolve())):
             composed = hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
@@ -225,6 +231,9 @@ def _key(prefix: list[str], location: tuple[int | str, ...]) -> str:
         "w8a8_int8_static",
         "w4a16",
         "w8a8_fp8",
+        "number",
+        "uniform",
+        "lognormal",
     }
     tags |= {"constrained-float", "constrained-str", "float"}
     parts = list(prefix)

@@ -6,10 +6,11 @@ another. Units stand in the names: `_s` seconds, `_ms` milliseconds, `_gib` GiB;
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 
 class Section(BaseModel):
@@ -539,12 +540,101 @@ Sample = Annotated[SampleNone | SamplePairs, Field(discriminator="kind")]
 # --- load -> sweep -------------------------------------------------------------------------------------------
 
 
+class UniformLengths(Section):
+    """A length of its own for each request: any whole number from `min` to `max` is as likely."""
+
+    distribution: Literal["uniform"]
+    min: Count
+    max: Count
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "UniformLengths":
+        if self.min > self.max:
+            raise ValueError(f"min is {self.min} and max is {self.max}; allowed: min at most max")
+        return self
+
+
+class LognormalLengths(Section):
+    """A length of its own for each request: lognormal, rounded, and held within `min` and `max`.
+
+    `mean` and `cv` (standard deviation / mean) are those of the lognormal before it is held within the bounds; the
+    summary has the lengths that came out.
+    """
+
+    distribution: Literal["lognormal"]
+    mean: Positive
+    cv: Positive
+    min: Count
+    max: Count
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "LognormalLengths":
+        if not self.min <= self.mean <= self.max:
+            raise ValueError(f"min is {self.min}, mean is {self.mean:g} and max is {self.max}; allowed: in this order")
+        return self
+
+
+def _how_long(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(value.get("distribution"))
+    return getattr(value, "distribution", "number")
+
+
+Tokens = Annotated[
+    Annotated[Count, Tag("number")]
+    | Annotated[UniformLengths, Tag("uniform")]
+    | Annotated[LognormalLengths, Tag("lognormal")],
+    Discriminator(
+        _how_long, custom_error_type="tokens", custom_error_message="a number, or distribution: uniform or lognormal"
+    ),
+]
+"""A number of tokens, or how it is drawn."""
+
+HEAD_TOKENS = 4
+"""Random tokens that set a prompt apart from every other. Shorter than any engine's cache block (8 tokens or more)."""
+
+
+class SharedPrefix(Section):
+    """Prompts that begin alike, declared: the server's prefix cache is then expected to have hits, and this many.
+
+    A request takes part with probability `share`; it begins with one of `groups` common starts of `tokens` tokens, all
+    as likely, and goes on with a prompt of its own, all within its `prompt_tokens`.
+    """
+
+    tokens: Annotated[int, Field(ge=HEAD_TOKENS)]
+    groups: Count
+    share: Annotated[float, Field(gt=0, le=1)]
+
+
 class Shape(Section):
-    """One kind of request. Prompts are unique; every answer is exactly `output_tokens` long."""
+    """One kind of request. Prompts are unique; every answer is exactly as long as was drawn for it."""
 
     name: Name
-    prompt_tokens: Annotated[int, Field(ge=4)]
-    output_tokens: Count
+    prompt_tokens: Tokens
+    output_tokens: Tokens
+    service_class: Name | None = None
+    """A name in `load.classes`; null: `load.service_class`."""
+    weight: Positive = 1.0
+    """With `load.together`: this shape's rate is `rates_rps` times this, its users `users` times this."""
+    shared_prefix: SharedPrefix | None = None
+
+    @model_validator(mode="after")
+    def _room_for_a_prompt(self) -> "Shape":
+        needed = HEAD_TOKENS + (self.shared_prefix.tokens if self.shared_prefix else 0)
+        if shortest(self.prompt_tokens) < needed:
+            raise ValueError(f"{self.name}: prompt_tokens is {shortest(self.prompt_tokens)} at the least; allowed: "
+                             f"from {needed}, {HEAD_TOKENS} to set a prompt apart and its shared prefix")  # fmt: skip
+        return self
+
+
+def shortest(tokens: Tokens) -> int:
+    """The fewest tokens that may be drawn."""
+    return tokens if isinstance(tokens, int) else tokens.min
+
+
+def longest(tokens: Tokens) -> int:
+    """The most tokens that may be drawn."""
+    return tokens if isinstance(tokens, int) else tokens.max
 
 
 class ServiceClass(Section):
@@ -570,31 +660,139 @@ class Search(Section):
 MAX_REQUESTS = 200_000
 """In one cell: the table of requests is held in memory."""
 
+DEFAULT_CLASS = "default"
+"""The name under which `load.service_class` stands in tables."""
+
+ARRIVAL_SETTINGS = {
+    "poisson": ("rates_rps",),
+    "constant": ("rates_rps",),
+    "gamma": ("rates_rps", "burstiness"),
+    "ramp": ("rates_rps",),
+    "trace": ("trace", "trace_speed"),
+    "closed": ("users", "think_time_s", "requests_per_user"),
+}
+"""What each way of arriving reads of the settings that not all of them read."""
+
 
 class Load(Section):
-    """Open-loop load: requests are sent on a clock drawn before the run, whatever the engine does."""
+    """What is sent and when, drawn before the run.
 
-    arrival: Literal["poisson", "constant"]
-    shapes: Annotated[list[Shape], Field(min_length=2)]
-    """Two at least, one prefill-heavy and one decode-heavy: one shape is half a result."""
-    rates_rps: Annotated[list[Positive], Field(min_length=1)]
+    Open loop: requests are sent on a clock, whatever the engine does. `poisson`: independent gaps. `constant`: equal
+    gaps. `gamma`: gaps of a gamma distribution. `ramp`: a Poisson process whose rate rises (or falls) linearly over the
+    cell, from the first of `rates_rps` to the second. `trace`: moments and lengths of a file.
+    Closed loop: `closed`, a number of users each of whom waits for an answer before asking again. It never overloads
+    an engine, and so shows no capacity.
+    """
+
+    arrival: Literal["poisson", "constant", "gamma", "ramp", "trace", "closed"]
+    shapes: list[Shape]
+    """Two at least, one prefill-heavy and one decode-heavy: one shape is half a result. None with a trace, which has
+    its own."""
+    together: bool
+    """All shapes of a level at once, in one cell, each with its own arrivals; else one shape after the other."""
+    rates_rps: list[Positive]
+    burstiness: Positive | None
+    """Shape of the gamma distribution of the gaps, as in `vllm bench serve --burstiness`: 1 is Poisson, below 1 is
+    burstier, above 1 more even. The coefficient of variation of the gaps is 1 / sqrt(burstiness)."""
+    users: list[Count]
+    think_time_s: NonNegative | None
+    """Mean of the exponential pause of a user between an answer and the next request; 0: none."""
+    requests_per_user: Count | None
+    """Prompts that are drawn for each user. A user who has used them all makes the run INVALID."""
+    trace: Annotated[str, Field(min_length=1)] | None
+    """A file of the user's: JSONL as Mooncake's (`timestamp` in ms, `input_length, output_length`), or CSV as Azure's
+    (`TIMESTAMP, ContextTokens, GeneratedTokens`) or BurstGPT's (`Timestamp` in s, `Request tokens, Response tokens`).
+    """
+    trace_speed: list[Positive]
+    """2: its gaps are halved."""
     duration_s: Positive
+    """Length of a cell: no request is sent later."""
     warmup_requests: Annotated[int, Field(ge=0)]
     request_timeout_s: Positive
+    repeat_prompts: Count | None
+    """The same so many prompts over and over, undeclared: what guard 1 must find. For demonstrations of the fault."""
     service_class: ServiceClass
+    """Of every shape that names none."""
+    classes: dict[Name, ServiceClass]
 
     @model_validator(mode="after")
-    def _distinct(self) -> "Load":
+    def _fits_arrival(self) -> "Load":
+        reads = ARRIVAL_SETTINGS[self.arrival]
+        for names in ARRIVAL_SETTINGS.values():
+            for name in names:
+                value = getattr(self, name)
+                if name in reads and value in (None, []):
+                    raise ValueError(f"{name} is {_said(value)}; arrival={self.arrival} needs a value")
+                if name not in reads and value not in (None, []):
+                    raise ValueError(f"{name} is {value} and does nothing with arrival={self.arrival}; allowed: "
+                                     f"{'[]' if isinstance(value, list) else 'null'}")  # fmt: skip
+        for name in ("rates_rps", "users", "trace_speed"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise ValueError(f"{name} is {values}; allowed: values that differ")
+        if self.arrival == "ramp" and len(self.rates_rps) != 2:
+            raise ValueError(f"rates_rps is {self.rates_rps}; arrival=ramp needs two, the first and the last")
+        return self
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> "Load":
+        if self.arrival == "trace":
+            if self.shapes or self.together or self.repeat_prompts:
+                raise ValueError("shapes, together and repeat_prompts do nothing with arrival=trace, which has its own "
+                                 "lengths; allowed: [], false and null")  # fmt: skip
+        elif len(self.shapes) < 2:
+            raise ValueError(f"shapes has {len(self.shapes)}; allowed: two at least, one prefill-heavy and one "
+                             "decode-heavy, since one shape is half a result")  # fmt: skip
         names = [shape.name for shape in self.shapes]
         if len(set(names)) != len(names):
             raise ValueError(f"shapes are named {names}; allowed: names that differ")
-        if len(set(self.rates_rps)) != len(self.rates_rps):
-            raise ValueError(f"rates_rps is {self.rates_rps}; allowed: rates that differ")
-        expected = max(self.rates_rps) * self.duration_s
-        if expected > MAX_REQUESTS:
-            raise ValueError(f"{max(self.rates_rps)} req/s for {self.duration_s} s is {expected:.0f} requests; "
-                             f"allowed: at most {MAX_REQUESTS} in a cell")  # fmt: skip
+        if DEFAULT_CLASS in self.classes:
+            raise ValueError(f"classes has {DEFAULT_CLASS}, which is service_class; allowed: another name")
+        named = {shape.service_class for shape in self.shapes}
+        for shape in self.shapes:
+            if shape.service_class is not None and shape.service_class not in self.classes:
+                raise ValueError(f"shapes: {shape.name} has service_class {shape.service_class}; allowed: null, or a "
+                                 f"name in classes ({', '.join(self.classes) or 'there is none'})")  # fmt: skip
+            if shape.weight != 1 and not self.together:
+                raise ValueError(f"shapes: {shape.name} has weight {shape.weight:g}, which does nothing without "
+                                 "together; allowed: 1")  # fmt: skip
+            if shape.shared_prefix and self.repeat_prompts:
+                raise ValueError(f"shapes: {shape.name} has a shared_prefix, and repeat_prompts is "
+                                 f"{self.repeat_prompts}; allowed: one of them")  # fmt: skip
+        if unused := sorted(set(self.classes) - named):
+            raise ValueError(f"classes has {unused[0]}, which no shape names; allowed: classes that a shape has")
         return self
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> "Load":
+        weights = [shape.weight for shape in self.shapes] or [1.0]
+        weight = sum(weights) if self.together else 1.0
+        for users in self.users:
+            if off := [w for w in weights if users * w != round(users * w)]:
+                raise ValueError(f"users is {users} and a weight is {off[0]:g}; allowed: whole numbers of users")
+        if self.rates_rps:
+            expected = max(self.rates_rps) * weight * self.duration_s
+            said = f"{max(self.rates_rps)} req/s for {self.duration_s} s"
+        else:
+            expected = max(self.users, default=0) * weight * (self.requests_per_user or 0)
+            said = f"{max(self.users, default=0)} users with {self.requests_per_user} requests each"
+        if expected > MAX_REQUESTS:
+            raise ValueError(f"{said} is {expected:.0f} requests; allowed: at most {MAX_REQUESTS} in a cell")
+        return self
+
+    def classes_by_name(self) -> dict[str, ServiceClass]:
+        """Every class, by its name in the column `service_class` of tables."""
+        return {DEFAULT_CLASS: self.service_class, **self.classes}
+
+
+def service_classes(load: Mapping[str, Any]) -> dict[str, ServiceClass]:
+    """`Load.classes_by_name` of a `load` section in plain values."""
+    named = {DEFAULT_CLASS: load["service_class"], **load.get("classes", {})}
+    return {name: ServiceClass.model_validate(each) for name, each in named.items()}
+
+
+def _said(value: object) -> str:
+    return "null" if value is None else str(value)
 
 
 # --- score ---------------------------------------------------------------------------------------------------
@@ -822,10 +1020,10 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _requests_fit_the_engine(self) -> "Config":
         for shape in self.load.shapes:
-            total = shape.prompt_tokens + shape.output_tokens
-            if total > self.serve.max_model_len:
+            prompt, output = longest(shape.prompt_tokens), longest(shape.output_tokens)
+            if prompt + output > self.serve.max_model_len:
                 raise ValueError(
-                    f"load.shapes: {shape.name} is {shape.prompt_tokens} + {shape.output_tokens} = {total} tokens; "
+                    f"load.shapes: {shape.name} is {prompt} + {output} = {prompt + output} tokens; "
                     f"allowed: at most serve.max_model_len={self.serve.max_model_len}"
                 )
         return self
@@ -861,8 +1059,8 @@ def derived_paths(config: dict[str, Any]) -> dict[str, str]:
 
     Returns:
         `policy` and `served`, the checkpoints after training and after quantisation; `sampled`, the checkpoint that
-        pairs are sampled from, and `pairs`, those that are filtered; `model_source`, `sample_source` and one
-        `<table>_source` per table: the user's own files, on which DVC then depends by content.
+        pairs are sampled from, and `pairs`, those that are filtered; `model_source`, `sample_source`, `load_source` and
+        one `<table>_source` per table: the user's own files, on which DVC then depends by content.
     """
     trained = config["train"]["kind"] != "none"
     policy = "artifacts/train_dpo/checkpoint" if trained else "artifacts/fetch_model/checkpoint"
@@ -873,6 +1071,7 @@ def derived_paths(config: dict[str, Any]) -> dict[str, str]:
     paths["pairs"] = f"artifacts/{'sample_pairs' if sampled else 'prepare_data'}/pairs.parquet"
     paths["model_source"] = _own(config["model"])
     paths["sample_source"] = _own(config["sample"])
+    paths["load_source"] = _own({"path": config["load"]["trace"]})
     for table in TABLES:
         paths[f"{table}_source"] = _own(config["data"][table]["source"])
     return paths

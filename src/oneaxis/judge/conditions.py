@@ -16,7 +16,7 @@ from typing import Any
 import polars as pl
 
 from oneaxis.config.axes import ABSENT
-from oneaxis.config.schema import STAGE_SECTIONS, ServiceClass
+from oneaxis.config.schema import STAGE_SECTIONS, service_classes
 from oneaxis.judge.ledger import Finding
 from oneaxis.judge.records import UPSTREAM, Record, differences
 from oneaxis.judge.stalls import STALL_MADS, without_stalls
@@ -535,7 +535,7 @@ def _cell(requests: pl.DataFrame, metric: str) -> pl.DataFrame | None:
 
 def _recomputed(requests: pl.DataFrame, load: Mapping[str, Any], metric: str) -> float | None:
     """The metric from the requests alone."""
-    wanted = ServiceClass.model_validate(load["service_class"])
+    wanted = service_classes(load)
     rows = [
         {
             "shape": shape,

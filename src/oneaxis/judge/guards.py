@@ -55,44 +55,76 @@ def judged(number: int, name: str, evidence: dict[str, Any], problems: Sequence[
 
 
 def unique_prompts(
-    prompts: Sequence[Sequence[int]], hit_rates: Mapping[str, float | None], max_hit_rate: float
+    prompts: Sequence[Sequence[int]],
+    hit_rates: Mapping[str, float | None],
+    max_hit_rate: float,
+    *,
+    declared: Sequence[tuple[str, int] | None] = (),
+    expected_hit_rates: Mapping[str, float] = {},
 ) -> Guard:
     """Guard 1: no prompt twice, none sharing a start with another, and the server's own prefix-cache counters agree.
+
+    Where prompts were declared to share a prefix, they share that and nothing else, and the counters show what it
+    gives, no more and no less.
 
     Args:
         prompts: token ids of every prompt sent to the engine, warm-up included.
         hit_rates: by cell, cached prompt tokens / prompt tokens from the server's counters; None where it has none.
-        max_hit_rate: largest hit rate allowed in any cell.
+        max_hit_rate: largest hit rate allowed in any cell, above or below the one that is expected.
+        declared: for each prompt the group whose prefix it begins with and the prefix's tokens, or None; empty: no
+            prompt has one.
+        expected_hit_rates: by cell, what the declared prefixes give; 0 for a cell that is not named.
     """
     ordered = sorted(tuple(prompt) for prompt in prompts)
     repeated = sum(count - 1 for count in Counter(ordered).values())
+    prefixes: dict[str, set[tuple[int, ...]]] = {}
+    # What has to be unlike all else of its kind: whole prompts and prefixes, and what follows one prefix.
+    kinds: dict[str, list[tuple[int, ...]]] = {"": []}
+    for prompt, group in zip(prompts, declared or [None] * len(prompts), strict=True):
+        if group is None:
+            kinds[""].append(tuple(prompt))
+        else:
+            name, tokens = group
+            prefixes.setdefault(name, set()).add(tuple(prompt[:tokens]))
+            kinds.setdefault(f"after {name}", []).append(tuple(prompt[tokens:]))
+    kinds[""] += [prefix for own in prefixes.values() for prefix in own]
     # In sorted order the longest common start of any two is that of two neighbours.
-    shared = max((_common_start(a, b) for a, b in pairwise(ordered)), default=0)
+    shared = max((_common_start(a, b) for kind in kinds.values() for a, b in pairwise(sorted(kind))), default=0)
     rates = {cell: rate for cell, rate in hit_rates.items() if rate is not None}
-    over = {cell: rate for cell, rate in rates.items() if rate > max_hit_rate}
-    problems = []
+    off = {cell: rate - expected_hit_rates.get(cell, 0.0) for cell, rate in rates.items()}
+    over = {cell: rates[cell] for cell, distance in off.items() if abs(distance) > max_hit_rate}
+    problems = [
+        f"prompts of {name} were declared to share a prefix and begin in {len(own)} ways"
+        for name, own in prefixes.items()
+        if len(own) > 1
+    ]
     if repeated:
         problems.append(f"{repeated} of {len(ordered)} prompts repeat another")
     elif shared > MAX_SHARED_TOKENS:
         problems.append(f"two prompts share their first {shared} tokens (at most {MAX_SHARED_TOKENS})")
     if over:
-        worst = max(over, key=lambda cell: over[cell])
+        worst = max(over, key=lambda cell: abs(off[cell]))
+        meant = expected_hit_rates.get(worst, 0.0)
+        declaration = f", where the declared prefixes give {meant:.1%}" if meant else ""
         problems.append(
-            f"the server took {over[worst]:.1%} of the prompt tokens of {worst} from its prefix cache "
+            f"the server took {over[worst]:.1%} of the prompt tokens of {worst} from its prefix cache{declaration} "
             f"(guards.max_prefix_hit_rate {max_hit_rate:.1%})"
         )
     if len(rates) < len(hit_rates):
         problems.append("the server has no prefix-cache counters, so that reuse cannot be excluded")
-    evidence = {
+    evidence: dict[str, Any] = {
         "prompts": len(ordered),
         "repeated": repeated,
         "longest_shared_start_tokens": shared,
         "hit_rate_max": max(rates.values(), default=None),
         "hit_rate_allowed": max_hit_rate,
     }
+    if expected_hit_rates:
+        evidence["hit_rates_expected"] = dict(expected_hit_rates)
     return judged(
-        1, "unique prompts", evidence, problems, "give every request a prompt of its own from its first token"
-    )
+        1, "unique prompts", evidence, problems,
+        "give every request a prompt of its own from its first token, or declare what they share (shared_prefix)",
+    )  # fmt: skip
 
 
 def _common_start(first: Sequence[int], second: Sequence[int]) -> int:
@@ -190,13 +222,20 @@ def _difference(item: Any) -> str:
     return str(item)
 
 
-def load_fidelity(requests: pl.DataFrame, scheduled: Mapping[str, int], max_lag_p99_ms: float) -> Guard:
+def load_fidelity(
+    requests: pl.DataFrame,
+    scheduled: Mapping[str, int],
+    max_lag_p99_ms: float,
+    *,
+    out_of_prompts: Sequence[str] = (),
+) -> Guard:
     """Guard 5: every request was sent, and at its moment: the load generator must not shape the load.
 
     Args:
         requests: also with `shape` and `level`.
         scheduled: number of requests drawn for each cell, by `SHAPE LEVEL`.
         max_lag_p99_ms: largest p99 of actual - intended send time, over all requests and in each cell of 100 or more.
+        out_of_prompts: users of a closed loop who had nothing left to send.
     """
     sent = requests.filter(pl.col("sent_s").is_not_null()).with_columns(
         lag_ms=1000 * (pl.col("sent_s") - pl.col("intended_s")), cell=_cell_name()
@@ -214,6 +253,9 @@ def load_fidelity(requests: pl.DataFrame, scheduled: Mapping[str, int], max_lag_
         of_cell = _nearest_rank(rows["lag_ms"].to_list(), 99)
         if rows.height >= 100 and of_cell is not None and of_cell > max_lag_p99_ms:
             problems.append(f"{cell}: sent late: p99 {of_cell:.1f} ms (guards.max_send_lag_p99_ms {max_lag_p99_ms:g})")
+    if out_of_prompts:
+        problems.append(f"{len(out_of_prompts)} users had used all their prompts before the cell was over, such as "
+                        f"{out_of_prompts[0]}: raise load.requests_per_user")  # fmt: skip
     early = sent.filter(pl.col("lag_ms") < -1).height
     if early:
         problems.append(f"{early} requests were sent before their moment")

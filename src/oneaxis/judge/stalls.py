@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from oneaxis.config.schema import ServiceClass
+from oneaxis.config.schema import service_classes
 from oneaxis.judge.guards import Guard, judged
 from oneaxis.load.metrics import HEADLINE_PERCENTILE, per_request, summarise_cell
 
@@ -34,7 +34,7 @@ def stalled(requests: pl.DataFrame, load: Mapping[str, Any]) -> pl.Series:
         requests: the request table, of any number of cells.
         load: the `load` section, for its service class.
     """
-    timed = per_request(requests, ServiceClass.model_validate(load["service_class"])).with_row_index("row")
+    timed = per_request(requests, service_classes(load)).with_row_index("row")
     found = np.zeros(requests.height, dtype=bool)
     for _, cell in timed.group_by("shape", "level", maintain_order=True):
         found[cell["row"].to_numpy()] = stalled_in_cell(cell)
@@ -84,7 +84,7 @@ def stalls(requests: pl.DataFrame, load: Mapping[str, Any], max_shift: float) ->
         load: the `load` section (`service_class`, `duration_s`).
         max_shift: largest relative change of a headline figure when the stalled calls are left out.
     """
-    wanted = ServiceClass.model_validate(load["service_class"])
+    wanted = service_classes(load)
     found = stalled(requests, load)
     problems = []
     largest = 0.0

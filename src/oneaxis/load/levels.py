@@ -1,6 +1,8 @@
 """Levels: how much load a cell of a sweep puts on the engine, by a label for tables, metrics and ids of requests.
 
-A cell is a shape under a level. `r2` is 2 requests a second. A label says all that is needed to order and to name it.
+A cell is a shape under a level. A label says all that is needed to order, to name and to draw it: `r2` is 2 requests a
+second in open loop, `u4` four users in closed loop, `ramp1-8` a rate that goes from 1 to 8 a second, `x2` a trace at
+twice its speed.
 """
 
 import re
@@ -8,25 +10,54 @@ import re
 from oneaxis.config.schema import Load
 
 NUMBER = r"\d+(?:\.\d+)?(?:e[+-]\d+)?"
-LABEL = rf"r{NUMBER}"
+LABEL = rf"(?:[rux]{NUMBER}|ramp{NUMBER}-{NUMBER})"
 """A label as a regular expression."""
+
+TRACE_SHAPE = "trace"
+"""The one shape of a load that replays a trace."""
+
+
+def shape_names(load: Load) -> list[str]:
+    """Names of the shapes of a `load` section, in its order."""
+    return [TRACE_SHAPE] if load.arrival == "trace" else [shape.name for shape in load.shapes]
 
 
 def levels(load: Load) -> list[str]:
     """Labels of the levels of a `load` section, in its order."""
-    return [f"r{rate:g}" for rate in load.rates_rps]
+    match load.arrival:
+        case "closed":
+            return [f"u{users}" for users in load.users]
+        case "trace":
+            return [f"x{speed:g}" for speed in load.trace_speed]
+        case "ramp":
+            return ["ramp{:g}-{:g}".format(*load.rates_rps)]
+        case _:
+            return [f"r{rate:g}" for rate in load.rates_rps]
 
 
 def level_size(label: str) -> float:
-    """What the levels of one load are ordered by, and drawn over: requests a second."""
+    """What the levels of one load are ordered by, and drawn over: req/s (of a ramp the last), users, or the speed."""
     return float(re.findall(NUMBER, label)[-1])
 
 
+def level_unit(label: str) -> str:
+    """What `level_size` counts."""
+    return {"u": "users", "x": "times the trace's speed"}.get(label[0], "req/s")
+
+
 def level_name(label: str) -> str:
-    """A level as a person reads it: `2 req/s`."""
-    return f"{level_size(label):g} req/s"
+    """A level as a person reads it: `2 req/s`, `4 users`, `1 to 8 req/s`, `trace at 1x`."""
+    numbers = [f"{float(number):g}" for number in re.findall(NUMBER, label)]
+    if label.startswith("ramp"):
+        return f"{numbers[0]} to {numbers[1]} req/s"
+    if label.startswith("x"):
+        return f"trace at {numbers[0]}x"
+    return f"{numbers[0]} {'user' if label == 'u1' else level_unit(label)}"
 
 
 def at_one_rate(label: str) -> bool:
-    """Whether requests come on a clock at one mean rate all through, so that a queue that grows means overload."""
+    """Whether requests come on a clock at one mean rate all through, so that a queue that grows means overload.
+
+    Only such a level can show a capacity: users wait for the engine, and a ramp has no one rate.
+    """
     return label.startswith(("r", "x")) and not label.startswith("ramp")

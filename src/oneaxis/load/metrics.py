@@ -38,6 +38,7 @@ from oneaxis.load.intervals import (
     quantile_interval,
     sum_interval,
 )
+from oneaxis.load.levels import at_one_rate
 from oneaxis.load.saturation import saturation
 
 PERCENTILES = (50, 90, 99)
@@ -234,10 +235,13 @@ def _gaps(timed: pl.DataFrame) -> list[list[float]]:
 def capacity(cells: pl.DataFrame) -> dict[str, dict[str, Any] | None]:
     """Per shape, `{goodput_tok_s, level, rate_rps}` of its capacity, or None when no level attained enough.
 
+    A shape whose levels are users in closed loop, or a ramp, is left out: they can show no capacity.
+
     Args:
         cells: one row per cell with shape, level, rate_rps, attainment, goodput_tok_s.
     """
     found: dict[str, dict[str, Any] | None] = {}
+    cells = cells.filter(pl.Series([at_one_rate(level) for level in cells["level"]], dtype=pl.Boolean))
     for shape in cells["shape"].unique(maintain_order=True):
         held = cells.filter((pl.col("shape") == shape) & (pl.col("attainment") >= CAPACITY_ATTAINMENT))
         best = held.sort("goodput_tok_s", descending=True).head(1).to_dicts()

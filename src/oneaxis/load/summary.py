@@ -15,10 +15,11 @@ from oneaxis.load.metrics import (
     LATENCIES,
     PERCENTILES,
     capacity,
+    percentile,
     requests_needed,
     summarise_cell,
 )
-from oneaxis.load.plan import Plan
+from oneaxis.load.plan import Plan, declared_prefixes, due, expected_hit_rates, out_of_prompts
 from oneaxis.load.sweep import Sweep
 
 CELL_METRICS = (
@@ -51,13 +52,24 @@ def summarise(sweep: Sweep, load: Load) -> pl.DataFrame:
                 "level": level,
                 "level_size": level_size(level),
                 "rate_rps": requests["rate_rps"][0],
-                **summarise_cell(requests, load.service_class, load.duration_s, open_loop=at_one_rate(level)),
+                **summarise_cell(requests, load.classes_by_name(), load.duration_s, open_loop=at_one_rate(level)),
+                **lengths(requests),
                 "prefix_hit_rate": hit_rate(counted["prefix_cache_hits"], counted["prefix_cache_queries"]),
                 **speculation(counted),
                 **{f"server_{name}": value for name, value in counted.items()},
             }
         )
     return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def lengths(requests: pl.DataFrame) -> dict[str, float | None]:
+    """Mean and percentiles of the tokens that were asked for, in and out: what came of a distribution of lengths."""
+    found: dict[str, float | None] = {}
+    for name in ("prompt", "output"):
+        tokens = requests[f"asked_{name}_tokens"].to_list()
+        found[f"asked_{name}_tokens_mean"] = sum(tokens) / len(tokens)
+        found |= {f"asked_{name}_tokens_p{percent}": percentile(tokens, percent) for percent in PERCENTILES}
+    return found
 
 
 def hit_rate(hits: float | None, queries: float | None) -> float | None:
@@ -102,6 +114,7 @@ def judge(
     lease: Mapping[str, Any] | None,
     tenants: Mapping[str, Any],
     draws: pl.DataFrame,
+    cache_block_tokens: int | None = None,
 ) -> list[guards.Guard]:
     """The validity guards of a sweep, in their order.
 
@@ -110,25 +123,40 @@ def judge(
         lease: of the device, as provenance records it; None when none was held.
         tenants: who else used the machine (`oneaxis.tenants`).
         draws: the sampled answers of the probe (`oneaxis.load.draws`).
+        cache_block_tokens: of the prefix cache, for what declared prefixes should give; None: the engine has no cache.
     """
     measured = sweep.requests["request_id"].to_list()
     labels = [f"{shape} {level}" for shape, level in cells.select("shape", "level").iter_rows()]
     prompts = [*plan.arrivals["prompt_token_ids"].to_list(), *plan.warmups["prompt_token_ids"].to_list()]
-    planned = plan.arrivals.group_by("shape", "level", maintain_order=True).len()
+    arrivals = due(plan, sweep.requests)
+    planned = arrivals.group_by("shape", "level", maintain_order=True).len()
     scheduled = {f"{shape} {level}": count for shape, level, count in planned.iter_rows()}
+    # Where shapes go together, the server's counters stand in each cell for the whole level.
+    scope = ["level"] if plan.together else ["shape", "level"]
+    counted = cells.unique(scope, keep="first", maintain_order=True)
+    expected = expected_hit_rates(arrivals, cache_block_tokens, together=plan.together) if cache_block_tokens else {}
     return [
         guards.unique_prompts(
-            prompts, dict(zip(labels, cells["prefix_hit_rate"], strict=True)), bounds.max_prefix_hit_rate
+            prompts,
+            dict(zip(labels, cells["prefix_hit_rate"], strict=True)),
+            bounds.max_prefix_hit_rate,
+            declared=[*declared_prefixes(plan.arrivals), *declared_prefixes(plan.warmups)],
+            expected_hit_rates=expected,
         ),
         guards.token_truth(
             sweep.requests,
-            _sum(cells["server_prompt_tokens"].to_list()),
-            _sum(cells["server_output_tokens"].to_list()),
+            _sum(counted["server_prompt_tokens"].to_list()),
+            _sum(counted["server_output_tokens"].to_list()),
             bounds.max_token_disagreement,
         ),
         guards.realised_as_asked(differences),
-        guards.load_fidelity(sweep.requests, scheduled, bounds.max_send_lag_p99_ms),
-        guards.survivors(plan.arrivals["request_id"].to_list(), sweep.requests, cells),
+        guards.load_fidelity(
+            sweep.requests,
+            scheduled,
+            bounds.max_send_lag_p99_ms,
+            out_of_prompts=out_of_prompts(plan, sweep.requests, load.duration_s),
+        ),
+        guards.survivors(arrivals["request_id"].to_list(), sweep.requests, cells),
         guards.output_limit(sweep.requests),
         guards.frozen_draws(draws),
         stalls(sweep.requests, load.model_dump(), bounds.max_stall_shift),
@@ -136,13 +164,19 @@ def judge(
         guards.warmed_up(sweep.conditions, plan.warmups["request_id"].to_list(), measured),
         guards.server_truth(
             {
-                f"{shape} {level}": (requests, sweep.counters[shape, level])
-                for (shape, level), requests in sweep.requests.group_by("shape", "level", maintain_order=True)
+                " ".join(map(str, key)): (requests, sweep.counters[requests["shape"][0], requests["level"][0]])
+                for key, requests in sweep.requests.group_by(scope, maintain_order=True)
             },
             bounds.max_server_disagreement,
             bounds.max_server_disagreement_ms,
         ),
     ]
+
+
+def cache_block_tokens(realised: Mapping[str, Any]) -> int | None:
+    """Tokens of a block of the engine's prefix cache (`realised_config`); None without a cache."""
+    resolved = realised["resolved"]
+    return resolved["block_size"] if resolved["prefix_caching"] else None
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
@@ -156,11 +190,12 @@ def summary_document(cells: pl.DataFrame, verdicts: Sequence[guards.Guard], swee
     `not_reached` names percentiles that fall on a request that failed; `supported` says whether n is enough to claim
     each percentile with 95% confidence; `judged_on` what the service class asked of the shape.
     """
-    one_token = {shape.name for shape in load.shapes if shape.output_tokens == 1}
+    asked = sweep.requests.group_by("shape").agg(pl.col("asked_output_tokens").max())
+    one_token = {shape for shape, most in asked.iter_rows() if most == 1}
     documents = []
     for row, condition in zip(cells.to_dicts(), sweep.conditions, strict=True):
-        asked = [name for name in LATENCIES if row["shape"] not in one_token or name in ("ttft", "e2e")]
-        names = [f"{name}_p{percent}_ms" for name in asked for percent in PERCENTILES]
+        defined = [name for name in LATENCIES if row["shape"] not in one_token or name in ("ttft", "e2e")]
+        names = [f"{name}_p{percent}_ms" for name in defined for percent in PERCENTILES]
         documents.append(
             {
                 **row,
@@ -177,6 +212,7 @@ def summary_document(cells: pl.DataFrame, verdicts: Sequence[guards.Guard], swee
         "headline_percentile": HEADLINE_PERCENTILE,
         "requests_needed": {f"p{percent}": requests_needed(percent) for percent in PERCENTILES},
         "service_class": load.service_class.model_dump(),
+        "classes": {name: each.model_dump() for name, each in load.classes.items()},
         "capacity_attainment": CAPACITY_ATTAINMENT,
         "capacity": capacity(cells),
         "cells": documents,
@@ -221,6 +257,8 @@ def report_lines(document: Mapping[str, Any], verdicts: Sequence[guards.Guard]) 
             f"none: no level reached an attainment of {CAPACITY_ATTAINMENT:.0%}"
         )  # fmt: skip
         lines.append(f"{shape}: capacity {found}")
+    if not document["capacity"]:
+        lines.append("no capacity: only open-loop levels of one rate can show it, since users who wait never overload")
     failed = [guard for guard in verdicts if not guard.valid]
     lines.append("load: INVALID" if failed else f"load: VALID ({len(verdicts)} guards)")
     lines.extend(

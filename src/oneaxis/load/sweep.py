@@ -1,12 +1,13 @@
 """A sweep of cells (shape x level) against a running engine: from the plan to one row per request and server counters.
 
 Each cell: its own warm-up, a reset of the prefix cache, the server's counters, the load, the drain, the counters again.
-A cell ends when its last request has ended, at the latest `request_timeout_s` after the last was to be sent. An engine
-that dies ends the sweep at once.
+A cell ends when its last request has ended, at the latest `request_timeout_s` after the last was to be sent. Where
+shapes go together, all cells of a level run at once. An engine that dies ends the sweep at once.
 """
 
 import asyncio
 import gc
+import math
 import sys
 import time
 from collections import Counter
@@ -17,10 +18,11 @@ from typing import Any
 
 import aiohttp
 import polars as pl
+import uvloop
 from tqdm import tqdm
 
 from oneaxis.errors import RunError
-from oneaxis.load.client import Record, Request, open_session, request_table, requests_of, send_all
+from oneaxis.load.client import Record, Request, request_table, requests_of, send_all
 from oneaxis.load.plan import Plan
 from oneaxis.load.server import (
     ALIVE_EVERY_S,
@@ -40,15 +42,16 @@ class Sweep:
     """What was recorded."""
 
     requests: pl.DataFrame
-    """One row per request, in the order of the plan."""
+    """One row per request that was sent, in the order of the plan."""
     samples: pl.DataFrame
-    """`SAMPLE_SCHEMA`."""
+    """`SAMPLE_SCHEMA`; where shapes go together `shape` is null, since the server's state is of the level."""
     counters: dict[tuple[str, str], dict[str, float | None]]
-    """Per cell what the server counted (`Account.counters`); None where it has no such counter."""
+    """Per cell what the server counted (`Account.counters`); None where it has no such counter. Where shapes go
+    together, each of them has what was counted over the level."""
     conditions: list[dict[str, Any]]
     """Per cell: warm-up requests that succeeded, whether the prefix cache was reset, and when it began."""
     histograms: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=HISTOGRAM_SCHEMA))
-    """`HISTOGRAM_SCHEMA`."""
+    """`HISTOGRAM_SCHEMA`; `shape` as in `samples`."""
 
 
 def run_sweep(target: Target, plan: Plan, *, duration_s: float, timeout_s: float) -> Sweep:
@@ -61,13 +64,15 @@ def run_sweep(target: Target, plan: Plan, *, duration_s: float, timeout_s: float
     gc.collect()
     gc.freeze()
     try:
-        sweep = asyncio.run(_run_sweep(target, plan, duration_s, timeout_s))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            sweep = runner.run(_run_sweep(target, plan, duration_s, timeout_s))
     finally:
         gc.unfreeze()
     if not (sweep.requests["status"] == "ok").any():
         failures = Counter(sweep.requests["status"].to_list())
         listed = ", ".join(f"{status} {count}" for status, count in sorted(failures.items()))
-        raise RunError(f"all {sweep.requests.height} requests failed ({listed}): {sweep.requests['error'][0]}")
+        first = f": {sweep.requests['error'][0]}" if failures else ""
+        raise RunError(f"all {sweep.requests.height} requests failed ({listed}){first}")
     return sweep
 
 
@@ -78,23 +83,26 @@ async def _run_sweep(target: Target, plan: Plan, duration_s: float, timeout_s: f
     conditions: list[dict[str, Any]] = []
     histograms: list[dict[str, Any]] = []
     started = time.perf_counter()
-    async with open_session() as session:
+    keys = ["level"] if plan.together else ["shape", "level"]
+    async with _open_session() as session:
         with tqdm(total=plan.arrivals.height, desc="sweep", unit="request", file=sys.stderr) as bar:
-            for (shape, level), arrivals in plan.arrivals.group_by("shape", "level", maintain_order=True):
-                bar.set_description(f"sweep {shape} {level}")
-                in_cell = (pl.col("shape") == shape) & (pl.col("level") == level)
-                cell_name = {"shape": shape, "level": level, "rate_rps": arrivals["rate_rps"][0]}
-                warmups = requests_of(plan.warmups.filter(in_cell), target.model_name)
-                warm = await _watched(target, session, warmups, timeout_s, lambda record: None)
+            for key, arrivals in plan.arrivals.group_by(keys, maintain_order=True):
+                bar.set_description(f"sweep {' '.join(map(str, key))}")
+                level = str(key[-1])
+                rates = {shape: own["rate_rps"][0] for (shape,), own in arrivals.group_by("shape")}
+                named = {"shape": None if plan.together else key[0], "level": level,
+                         "rate_rps": None if None in rates.values() else sum(rates.values())}  # fmt: skip
+                warmups = plan.warmups.filter(*(pl.col(name) == value for name, value in zip(keys, key, strict=True)))
+                warm = await _watched(target, requests_of(warmups, target.model_name), timeout_s)
                 await settle(target, session)
                 reset = await _reset_prefix_cache(session, target.base_url)
                 before = await read_account(target, session)
                 began = time.time()
                 cell_started = time.perf_counter()
-                sampler = asyncio.create_task(sample_state(target, session, samples, cell_name, cell_started, started))
+                sampler = asyncio.create_task(sample_state(target, session, samples, named, cell_started, started))
                 try:
                     requests = requests_of(arrivals, target.model_name)
-                    cell = await _watched(target, session, requests, timeout_s, lambda record: bar.update() and None)
+                    cell = await _watched(target, requests, timeout_s, until_s=duration_s, ended=bar.update)
                     await asyncio.sleep(max(0.0, duration_s - (time.perf_counter() - cell_started)))
                 finally:
                     sampler.cancel()
@@ -103,18 +111,21 @@ async def _run_sweep(target: Target, plan: Plan, duration_s: float, timeout_s: f
                 idle = await settle(target, session)
                 gained = (await read_account(target, session)).since(before)
                 records.extend(cell)
-                counters[shape, level] = gained.counters
-                histograms.extend(gained.histogram_rows(cell_name))
-                conditions.append(
-                    {
-                        **cell_name,
-                        "began_at_s": began,
-                        "warmup_requests": len(warm),
-                        "warmup_ok": sum(record.status == "ok" for record in warm),
-                        "prefix_cache_reset": reset,
-                        "idle_at_end": idle,
-                    }
-                )
+                histograms.extend(gained.histogram_rows(named))
+                for shape in dict.fromkeys(record.shape for record in cell):
+                    counters[shape, level] = gained.counters
+                    conditions.append(
+                        {
+                            "shape": shape,
+                            "level": level,
+                            "rate_rps": rates[shape],
+                            "began_at_s": began,
+                            "warmup_requests": len(warm),
+                            "warmup_ok": sum(record.status == "ok" for record in warm),
+                            "prefix_cache_reset": reset,
+                            "idle_at_end": idle,
+                        }
+                    )
     return Sweep(
         request_table(records),
         pl.DataFrame(samples, schema=SAMPLE_SCHEMA),
@@ -124,12 +135,20 @@ async def _run_sweep(target: Target, plan: Plan, duration_s: float, timeout_s: f
     )
 
 
+def _open_session() -> aiohttp.ClientSession:
+    """For the server's own pages; requests have connections of their own."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None)
+    )
+
+
 async def _watched(
     target: Target,
-    session: aiohttp.ClientSession,
     requests: Sequence[Request],
     timeout_s: float,
-    ended: Callable[[Record], None],
+    *,
+    until_s: float = math.inf,
+    ended: Callable[[], object] = lambda: None,
 ) -> list[Record]:
     """Send the requests, and stop at once when the engine dies.
 
@@ -137,7 +156,7 @@ async def _watched(
         RunError: when the engine died, also when it is seen only after the last request.
     """
     load = asyncio.create_task(
-        send_all(session, target.base_url, requests, timeout_s=timeout_s, alive=target.alive, ended=ended)
+        send_all(target.base_url, requests, timeout_s=timeout_s, alive=target.alive, ended=ended, until_s=until_s)
     )
     try:
         while not load.done():

@@ -8,7 +8,7 @@ import re
 
 from oneaxis.config import Config
 from oneaxis.config.schema import Load, Score
-from oneaxis.load.levels import level_size, levels
+from oneaxis.load.levels import at_one_rate, level_size, levels, shape_names
 from oneaxis.load.summary import CELL_METRICS
 from oneaxis.sample.rules import KINDS
 from oneaxis.score.contexts import premises_of
@@ -83,10 +83,11 @@ def _names(config: Config, stage: str) -> set[str]:
         case "serve":
             return {"cold_start_s", "config_differences", "smoke_ok", "kv_cache_tokens"}
         case "sweep":
-            shapes = [shape.name for shape in config.load.shapes]
+            shapes = shape_names(config.load)
             cells = {f"{shape}/{level}/{name}" for shape in shapes for level in levels(config.load)
                      for name in CELL_METRICS}  # fmt: skip
-            return {"valid", "requests", "failed", "prefix_hit_rate"} | cells | {f"{s}/capacity_tok_s" for s in shapes}
+            shown = shapes if any(map(at_one_rate, levels(config.load))) else []
+            return {"valid", "requests", "failed", "prefix_hit_rate"} | cells | {f"{s}/capacity_tok_s" for s in shown}
         case "score":
             tasks = config.data.items.tasks
             return {f"{task}/{name}" for task in tasks for name in score_names(config.score, task)} | {

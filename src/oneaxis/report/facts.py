@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oneaxis.config.schema import Load
+from oneaxis.config.schema import DEFAULT_CLASS, Load, Tokens
 from oneaxis.judge.validity import Validity
-from oneaxis.load.levels import level_name, level_size, levels
+from oneaxis.load.levels import level_name, level_size, levels, shape_names
 from oneaxis.report import displaced, quantisation, text
 from oneaxis.report.results import Results
 from oneaxis.report.tables import Table
@@ -63,15 +63,33 @@ def what_ran(results: Results) -> list[tuple[str, str]]:
     if serve:
         lines.append(("Engine", _engine_line(results, serve)))
     if load:
-        shapes = "; ".join(f"{shape['name']} {shape['prompt_tokens']} in / {shape['output_tokens']} out"
-                           for shape in load["shapes"])  # fmt: skip
-        rates = ", ".join(f"{rate:g}" for rate in load["rates_rps"])
-        target = load["service_class"]
-        lines.append(
-            ("Load", f"{load['arrival']}, open loop, {rates} req/s for {load['duration_s']:g} s each; {shapes}")
-        )
-        lines.append(("Class", f"TTFT ≤ {target['ttft_ms']:g} ms and TPOT ≤ {target['tpot_ms']:g} ms"))
+        lines += _load_lines(Load.model_validate(load))
     return lines
+
+
+def _load_lines(load: Load) -> list[tuple[str, str]]:
+    loop = "closed loop, which shows no capacity" if load.arrival == "closed" else "open loop"
+    each = "; ".join(f"{shape.name} {_tokens(shape.prompt_tokens)} in / {_tokens(shape.output_tokens)} out"
+                     for shape in load.shapes) or "lengths of the trace"  # fmt: skip
+    names = [level_name(level) for level in levels(load)]
+    if len({name.partition(" ")[2] for name in names}) == 1 and load.arrival in ("poisson", "constant", "gamma"):
+        names = [*(name.partition(" ")[0] for name in names[:-1]), names[-1]]
+    words = [load.arrival, loop, f"{', '.join(names)} for {load.duration_s:g} s each"]
+    if load.together:
+        words.append("all shapes at once")
+    lines = [("Load", f"{', '.join(words)}; {each}")]
+    for name, target in load.classes_by_name().items():
+        title = "Class" if name == DEFAULT_CLASS else f"Class {name}"
+        lines.append((title, f"TTFT ≤ {target.ttft_ms:g} ms and TPOT ≤ {target.tpot_ms:g} ms"))
+    return lines
+
+
+def _tokens(tokens: Tokens) -> str:
+    if isinstance(tokens, int):
+        return str(tokens)
+    if tokens.distribution == "uniform":
+        return f"{tokens.min}–{tokens.max} (uniform)"
+    return f"{tokens.min}–{tokens.max} (lognormal, mean {tokens.mean:g}, cv {tokens.cv:g})"
 
 
 def _model_line(results: Results, model: Mapping[str, Any]) -> str:
@@ -155,13 +173,13 @@ def cells(results: Results) -> list[Cell]:
     if not results.section("load"):
         return found
     load = Load.model_validate(results.section("load"))
-    for shape in load.shapes:
+    for shape in shape_names(load):
         for level in sorted(levels(load), key=level_size):
-            prefix = f"sweep/{shape.name}/{level}/"
+            prefix = f"sweep/{shape}/{level}/"
             numbers = {key.removeprefix(prefix): value for key, value in results.metrics.items()
                        if key.startswith(prefix)}  # fmt: skip
             if numbers:
-                found.append(Cell(shape.name, level, numbers))
+                found.append(Cell(shape, level, numbers))
     return found
 
 

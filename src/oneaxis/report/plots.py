@@ -286,13 +286,16 @@ def timeline(cells: Mapping[str, Sequence[tuple[float, float | None, float | Non
 
 
 def against_rate(
-    shapes: Mapping[str, Sequence[tuple[float, float, float]]], capacity: Mapping[str, tuple[float, float] | None]
+    shapes: Mapping[str, Sequence[tuple[float, float, float]]],
+    capacity: Mapping[str, tuple[float, float] | None],
+    unit: str = "req/s",
 ) -> Plot:
     """The capacity curve: goodput (tokens/s) and attainment over the offered rate.
 
     Args:
         shapes: per shape `[(rate, goodput, attainment), ...]`. capacity: per shape its `(rate, goodput)`, the highest
-            goodput under an attainment of 90%; None where no rate reaches that.
+            goodput under an attainment of 90%; None where no rate reaches that. Empty: this load can show none.
+        unit: of what stands for the rate: `users` in closed loop.
     """
     reached = {title: best for title in shapes if (best := capacity.get(title))}
 
@@ -313,16 +316,19 @@ def against_rate(
         right.axhline(90, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
         right.set_ylabel("attainment (%)")
         for axes in (left, right):
-            axes.set_xlabel("offered rate (req/s)")
+            axes.set_xlabel(f"load ({unit})")
             if len(offered) <= 6:
                 axes.set_xticks(offered, [f"{rate:g}" for rate in offered])
         canvas.legend(loc="outside upper left", ncols=3)
 
-    each = [f"{title} {reached[title][1]:.3g} tokens/s at {reached[title][0]:g} req/s" if title in reached
+    each = [f"{title} {reached[title][1]:.3g} tokens/s at {reached[title][0]:g} {unit}" if title in reached
             else f"{title} none" for title in shapes]  # fmt: skip
-    return draw("rates", f"Goodput and attainment over the offered rate; capacity: {', '.join(each)}.",
+    said = (
+        f"capacity: {', '.join(each)}" if capacity else "no capacity, since only an open loop of one rate can show it"
+    )
+    return draw("rates", f"Goodput and attainment over the offered {'rate' if unit == 'req/s' else 'load'}; {said}.",
                 f"Goodput counts only tokens of requests that met the class. Dashed: 90%, the bar for capacity. "
-                f"Capacity: {', '.join(each)}.", paint)  # fmt: skip
+                f"{said[0].upper()}{said[1:]}.", paint)  # fmt: skip
 
 
 def server(series: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Plot:

@@ -9,11 +9,11 @@ from typing import Any
 
 import polars as pl
 
-from oneaxis.config.schema import ServiceClass
+from oneaxis.config.schema import service_classes
 from oneaxis.judge.shares import share_interval
 from oneaxis.judge.validity import differences
 from oneaxis.load.intervals import quantile_interval
-from oneaxis.load.levels import level_name, level_size
+from oneaxis.load.levels import level_name, level_size, level_unit
 from oneaxis.load.metrics import per_request, requests_needed
 from oneaxis.report import displaced, filtering, plots, quantisation, sampled, scores, text
 from oneaxis.report.facts import SCORERS, Cell, cells
@@ -135,7 +135,7 @@ def cell_requests(results: Results) -> dict[tuple[str, str], pl.DataFrame]:
     requests = results.table("sweep", "requests.parquet")
     if requests is None:
         return {}
-    requests = per_request(requests, ServiceClass(**results.section("load")["service_class"]))
+    requests = per_request(requests, service_classes(results.section("load")))
     return {
         (cell.shape, cell.level): requests.filter((pl.col("shape") == cell.shape) & (pl.col("level") == cell.level))
         for cell in cells(results)
@@ -199,7 +199,7 @@ def _against_rate(results: Results, measured: Sequence[Cell]) -> Plot:
     capacity = {
         shape: (level_size(best["level"]), best["goodput_tok_s"]) if best else None for shape, best in found.items()
     }
-    return plots.against_rate(shapes, capacity)
+    return plots.against_rate(shapes, capacity, level_unit(measured[0].level))
 
 
 def _engine_queue(results: Results) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
