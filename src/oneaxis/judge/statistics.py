@@ -156,10 +156,8 @@ def two_samples(baseline: np.ndarray, candidate: np.ndarray, confidence: float) 
     if error == 0:
         return Difference(effect, effect, p, 0.0, 0.0 if effect else 1.0)
     freedom = sum(variances) ** 2 / sum(v**2 / (n - 1) for v, n in zip(variances, sizes, strict=True))
-    margin = float(stats.t.ppf((1 + confidence) / 2, freedom)) * error
-    return Difference(
-        effect - margin, effect + margin, p, deviation, float(2 * stats.t.sf(abs(effect) / error, freedom))
-    )
+    margin = float(stdtrit(freedom, (1 + confidence) / 2)) * error
+    return Difference(effect - margin, effect + margin, p, deviation, float(2 * stdtr(freedom, -abs(effect) / error)))
 
 
 def _permutation(pooled: np.ndarray, num_candidate: int, effect: float) -> float:
