@@ -189,6 +189,23 @@ def test_a_count_of_one_token_for_every_answer_is_no_count(tmp_path: Path) -> No
     assert figures(run)["ttft_p50_ms"] is not None
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["before_the_first_token", "with_it"])
+def test_the_role_of_a_chat_is_no_token(tmp_path: Path, at_once: bool) -> None:
+    """Of a recorded run a chat is made, by hand: the role comes as the first chunk, 50 ms before the first token (a
+    chunk more than tokens tells), or with it (two of three tokens to a chunk: only the gap of nothing tells)."""
+    name = "vllm_bench_single" if at_once else "vllm_bench"
+    document = json.loads((RECORDED / FILES[name]).read_text())
+    ahead = 0.05 if at_once else 0.0
+    ttfts = [ttft - ahead if ttft else 0.0 for ttft in document["ttfts"]]
+    itls = [[ahead, *gaps] if gaps else [] for gaps in document["itls"]]
+    (run,) = read_arm(changed(tmp_path, FILES[name], backend="openai-chat", ttfts=ttfts, itls=itls))
+    plain = recorded(name)
+    assert run.ok["chunks"].to_list() == plain.ok["chunks"].to_list()
+    assert run.ok["ttft_s"].to_list() == pytest.approx(plain.ok["ttft_s"].to_list())
+    assert figures(run)["itl_p90_ms"] == pytest.approx(figures(plain)["itl_p90_ms"])
+    assert "is the role and holds no token" in run.notes[0]
+
+
 def test_a_closed_loop_has_no_intended_moment(tmp_path: Path) -> None:
     (run,) = read_arm(changed(tmp_path, "vllm_bench_single.json", request_rate="inf"))
     assert (run.level, run.asked_rps, basis([run])) == ("u1", None, None)

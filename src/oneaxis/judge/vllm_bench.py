@@ -4,7 +4,8 @@ Read in the source of vLLM 0.32, `vllm/benchmarks/serve.py` and `lib/endpoint_re
 
 - `itls` is one gap a *chunk*, whatever it holds; `output_lens` is the usage record's, or, where the server sends none,
   a count of the text by the client's tokenizer (the file does not say which); 1 for all without a tokenizer. A failed
-  request has 0. Over the chat API the first chunk is the role, without a token.
+  request has 0. Over the chat API the first chunk is the role, without a token, and counts for TTFT: vLLM sends it
+  with the first token, another server may send it at once.
 - `ttfts` and `latencies` count from the moment of sending, after the client's own queue (`--max-concurrency`).
   `start_times` - `queue_times` is when the request came to that queue: after the sleep until its arrival, so that how
   late the client itself was is nowhere.
@@ -70,6 +71,10 @@ def _run(document: Mapping[str, Any], path: Path) -> Run:
         # Without a tokenizer and without usage the tool writes 1.
         rows = [row | {"output_tokens": None} for row in rows]
         notes.append("output_lens is 1 for answers of many chunks: the tool had neither usage nor a tokenizer")
+    if str(document.get("backend", document.get("endpoint_type"))).endswith("chat"):
+        rows, roles = _without_role(rows)
+        if roles:
+            notes.append(f"the first chunk of {roles} answers is the role and holds no token: TTFT is that of the next")
     declared = document.get("failed")
     failed = num - len(ok)
     if isinstance(declared, int) and declared != failed:
@@ -101,6 +106,25 @@ def _level(document: Mapping[str, Any], asked_rps: float | None) -> str:
     if document.get("ramp_up_strategy"):
         return f"ramp{document.get('ramp_up_start_rps')}-{document.get('ramp_up_end_rps')}"
     return f"u{document['max_concurrency']}" if document.get("max_concurrency") else "all"
+
+
+ROLE_GAP = 0.05
+"""A second chunk that follows the first within this share of the usual gap was made with it."""
+
+
+def _without_role(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """Chat answers without their first chunk where that is the role alone: there is one chunk more than tokens, or
+    the next one came with it."""
+    kept, roles = [], 0
+    for row in rows:
+        gaps = row["gaps_s"]
+        spare = gaps and row["chunks"] == (row["output_tokens"] or 0) + 1
+        glued = gaps and len(gaps) > 1 and gaps[0] < ROLE_GAP * sorted(gaps[1:])[len(gaps[1:]) // 2]
+        if spare or glued:
+            roles += 1
+            row = row | {"ttft_s": row["ttft_s"] + gaps[0], "chunks": row["chunks"] - 1, "gaps_s": gaps[1:]}
+        kept.append(row)
+    return kept, roles
 
 
 def _declared(document: Mapping[str, Any]) -> dict[str, str]:
