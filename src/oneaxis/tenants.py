@@ -1,9 +1,9 @@
 """Who else used the machine during a block: CPU time of other processes, and processes on its GPUs (guard 10).
 
 A lease keeps other runs of ours away; this sees what takes no lease. CPU time is summed over all processes that are not
-this one, its children, or theirs, nor those of the engine (which may be forked from elsewhere), with what those processes have inherited from children of their own that ended, so
-that a compiler that comes and goes is seen too. It is read twice, before and after: reading it in between would take
-time from a load client in this process.
+this one, its children, or theirs, nor those of the engine (which may be forked from elsewhere), with what those
+processes have inherited from children of their own that ended, so that a compiler that comes and goes is seen too. It
+is read twice, before and after: reading it in between would take time from a load client in this process.
 """
 
 import os

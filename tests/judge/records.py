@@ -158,7 +158,7 @@ def _serving(
     write_json(art / "sweep" / "guards.json", [
         {"guard": number, "name": NAMES[number], "valid": True, "evidence": {"figure": 0.5}, "reason": "",
          "recommendation": ""}
-        for number in (5, 1, 2, 3, 6, 7, 8, 9, 10, 13)
+        for number in (5, 1, 2, 3, 6, 7, 8, 9, 10, 13, 15)
     ])  # fmt: skip
     (art / "sweep" / "arrivals.parquet").write_text("arrivals")
     rows = [

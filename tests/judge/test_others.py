@@ -87,11 +87,11 @@ def test_six_files_a_side_decide_and_say_what_is_unproven(tmp_path: Path, capsys
     assert [said.partition(":")[0] for said in found["unproven"]] == [
         "guard 1, unique prompts", "guard 2, token truth", "guard 3, realised config", "guard 4, one axis",
         "guard 5, load fidelity", "guard 7, output limit honoured", "guard 10, exclusive device", "guard 13, warm-up",
-        "guard 14, same conditions",
+        "guard 14, same conditions", "guard 15, server truth",
     ]  # fmt: skip
     assert states(found) == {1: "unproven", 2: "unproven", 3: "unproven", 4: "unproven", 5: "unproven", 6: "passed",
                              7: "unproven", 8: "not applicable", 9: "passed", 10: "unproven", 11: "passed",
-                             12: "passed", 13: "unproven", 14: "unproven"}  # fmt: skip
+                             12: "passed", 13: "unproven", 14: "unproven", 15: "unproven"}  # fmt: skip
     assert found["recommendations"][-1].startswith("see to it that what is unproven holds")
     worse = judged(capsys, words[::-1], "load/r10/itl_mean_ms", code=1)
     assert worse["decision"] == "reject"

@@ -54,7 +54,7 @@ class Answer:
     split: str = "event"
     """How the bytes are written: event (one write each); middle (every event in two, in the middle of its JSON);
     character (in two, inside a character of several bytes); bytes (a write every 7 bytes, wherever that is); merged
-    (each event with the one before it, the last ones together)."""
+    (last chunk, usage and end in one); held (each event with the one after it, as a proxy that buffers does)."""
     ping: bool = False
     """A comment line between events, as servers send to keep a connection open."""
 
@@ -86,8 +86,11 @@ class FakeServer:
     """Whether the prefix cache counts every token of a prompt whose first 4 tokens it has seen as a hit."""
     reuse_all: bool = False
     """Whether it counts every token of every prompt as a hit."""
-    frozen_draws: bool = False
-    """Whether sampled answers are all the same, whatever their seed."""
+    seeds: int | None = None
+    """How many seeds it tells apart (1: sampled answers are all the same); None: all."""
+    freeze_at: int | None = None
+    """The number of completion requests after which nothing moves for `freeze_s`: no answer gets a token."""
+    freeze_s: float = 0.0
     lies: dict[str, float] = field(default_factory=dict)
     """Counter or histogram -> what its true increase is multiplied by."""
     without: tuple[str, ...] = ()
@@ -107,6 +110,7 @@ class FakeServer:
     histograms: dict[str, list[float]] = field(default_factory=dict)
     """What each histogram has observed, in seconds."""
     running: int = 0
+    _frozen_until: float = 0.0
     _starts: set[tuple[int, ...]] = field(default_factory=set)
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
@@ -177,6 +181,8 @@ class FakeServer:
             if self.kill_after is not None and len(self.seen) >= self.kill_after:
                 self.die()
                 return False
+            if len(self.seen) == self.freeze_at:
+                self._frozen_until = received_at + self.freeze_s
             self.running += 1
             try:
                 chat = path == "/v1/chat/completions"
@@ -225,7 +231,8 @@ class FakeServer:
         if request.get("temperature", 1.0) == 0:
             tokens = [index % VOCABULARY for index in range(count)]
         else:
-            draw = random.Random(0 if self.frozen_draws else repr((request.get("seed"), "seed")))
+            seed = request.get("seed", 0)
+            draw = random.Random(seed if self.seeds is None else seed % self.seeds)
             tokens = [draw.randrange(VOCABULARY) for _ in range(count)]
         text = "".join(LETTERS[token % len(LETTERS)] for token in tokens)
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": tokens}
@@ -296,6 +303,7 @@ class FakeServer:
         for index, (pause, tokens) in enumerate(chunks):
             last = index == len(chunks) - 1
             await asyncio.sleep(pause + (answer.stall_s if last else 0.0))
+            await asyncio.sleep(max(self._frozen_until - time.perf_counter(), 0.0))
             text = "".join(LETTERS[(total + k) % len(LETTERS)] for k in range(tokens))
             total += tokens
             says_why = last and answer.ending in ("complete", "no_usage")
@@ -307,8 +315,8 @@ class FakeServer:
             self.count("generation_tokens_total", tokens)
             now = time.perf_counter()
             if seen.chunk_at:
-                for _ in range(tokens):
-                    self.observe("inter_token_latency_seconds", (now - seen.chunk_at[-1]) / tokens)
+                # As vLLM: one a step, whatever it gave.
+                self.observe("inter_token_latency_seconds", now - seen.chunk_at[-1])
             else:
                 self.observe("time_to_first_token_seconds", now - seen.received_at)
             seen.chunk_at.append(now)
@@ -334,9 +342,9 @@ class FakeServer:
             usage = {"prompt_tokens": prompt_tokens + answer.prompt_offset,
                      "completion_tokens": total + answer.usage_offset}  # fmt: skip
             await wire.event({"choices": [], "usage": usage})
-        await wire.flush()
         if answer.ending in ("complete", "no_usage"):
-            await wire.write(b"data: [DONE]\n\n")
+            wire.held += b"data: [DONE]\n\n"
+        await wire.flush()
         wire.writer.write(b"0\r\n\r\n")
         await wire.writer.drain()
 
@@ -357,22 +365,27 @@ class Wire:
         if self.answer.ping:
             await self.write(b": ping\n\n")
         split = self.answer.split
-        if split == "merged":
+        if split == "held" or (split == "merged" and self.ends(event)):
             self.held += data
-            if self.held.count(b"\n\n") > 1:
+            if split == "held" and self.held.count(b"\n\n") > 1:
                 await self.flush()
             return
         cuts = {
-            "event": [],
             "middle": [len(data) // 2],
             "character": [at for at in range(1, len(data)) if data[at] & 0xC0 == 0x80][:1],
             "bytes": list(range(7, len(data), 7)),
-        }[split]
+        }.get(split, [])
         for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
             await self.write(data[start:end])
             if end < len(data):
                 # Each part is a packet of its own.
                 await asyncio.sleep(0.002 if split != "bytes" else 0)
+
+    @staticmethod
+    def ends(event: dict[str, Any]) -> bool:
+        """Whether it is the last chunk or what follows it."""
+        choices = event.get("choices")
+        return not choices or choices[0].get("finish_reason") is not None
 
     async def flush(self) -> None:
         """Send what was held back."""

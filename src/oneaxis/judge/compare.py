@@ -70,7 +70,7 @@ class Verdict:
     unproven: Sequence[str] = ()
     """Of results of other tools: what their files do not show, by guard."""
     guards: Sequence[Mapping[str, Any]] = ()
-    """All fourteen: passed, failed or not applicable, with what each saw (`oneaxis.judge.ledger`)."""
+    """All of them: passed, failed or not applicable, with what each saw (`oneaxis.judge.ledger`)."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -248,7 +248,7 @@ def _not_applicable(comparison: Comparison) -> dict[int, str]:
     stage, metric = comparison.claim.metric.partition("/")[0], comparison.claim.metric
     kind = units.kind_of(metric)
     if comparison.others and not comparison.findings:
-        return dict.fromkeys(range(1, 15), "the comparison went no further: see the reasons")
+        return dict.fromkeys(NAMES, "the comparison went no further: see the reasons")
     if stage == "load":
         return {8: "these files hold no calls made twice", 11: "no evidence", 12: "nothing is claimed"}
     if stage == "sweep":

@@ -1,4 +1,4 @@
-"""The fourteen guards of a comparison: each passed with its evidence, failed with its reason, or not applicable.
+"""The guards of a comparison: each passed with its evidence, failed with its reason, or not applicable.
 
 A function of `conditions` looks at two arms and gives a `Finding`: what it saw, and its problems. The guards of each
 single run come from the runs' own `guards.json`. Here both are put together, one row a guard, so that a reader sees
@@ -28,8 +28,9 @@ NAMES = {
     12: "bar before run",
     13: "warm-up",
     14: "same conditions",
+    15: "server truth",
 }
-OF_ONE_RUN = (1, 2, 3, 5, 6, 7, 8, 9, 10, 13)
+OF_ONE_RUN = (1, 2, 3, 5, 6, 7, 8, 9, 10, 13, 15)
 """Judged by each sweep itself; the others take two arms."""
 OF_ANY_METRIC = (4, 11, 12, 14)
 """These apply to whatever is compared, those of one run to a load."""
@@ -66,7 +67,7 @@ def ledger(
     not_applicable: Mapping[int, str],
     unproven: Mapping[int, Sequence[str]] = MappingProxyType({}),
 ) -> list[Entry]:
-    """All fourteen, in their order.
+    """All of them, in their order.
 
     Args:
         findings: of both arms; several of one number are one guard.

@@ -637,4 +637,5 @@ def unproven_of(arms: Arms, axes: Sequence[Axis]) -> dict[int, list[str]]:
     if any(run.warmup is None for run in arms.runs):
         unproven(13, "that both arms were warmed up alike, with prompts of their own")
     unproven(14, "hardware and versions of the server, and that it stayed the same")
+    unproven(15, "the server's own account of its times")
     return found

@@ -65,7 +65,7 @@ def run_sweep(target: Target, plan: Plan, *, duration_s: float, timeout_s: float
     gc.freeze()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            sweep = runner.run(_run_sweep(target, plan, duration_s, timeout_s))
+            sweep = runner.run(run_cells(target, plan, duration_s, timeout_s))
     finally:
         gc.unfreeze()
     if not (sweep.requests["status"] == "ok").any():
@@ -76,7 +76,8 @@ def run_sweep(target: Target, plan: Plan, *, duration_s: float, timeout_s: float
     return sweep
 
 
-async def _run_sweep(target: Target, plan: Plan, duration_s: float, timeout_s: float) -> Sweep:
+async def run_cells(target: Target, plan: Plan, duration_s: float, timeout_s: float) -> Sweep:
+    """The same within a running event loop, whatever came of the requests."""
     records: list[Record] = []
     samples: list[dict[str, Any]] = []
     counters: dict[tuple[str, str], dict[str, float | None]] = {}
