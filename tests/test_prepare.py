@@ -217,13 +217,16 @@ def test_a_table_without_usable_rows_is_refused_with_the_reasons(
     assert "\n" not in str(caught.value)
 
 
+OWN_ITEMS = "data.items.source.path=items.jsonl: items.jsonl:1: "
+
+
 @pytest.mark.parametrize(
     ("tasks", "own_task", "says"),
     [
         # the default list, which the user forgot to change
-        ("[openbookqa,commonsenseqa]", {}, "items.jsonl:1: has no task; allowed: one of data.items.tasks (openbookqa, "
+        ("[openbookqa,commonsenseqa]", {}, OWN_ITEMS + "has no task; allowed: one of data.items.tasks (openbookqa, "
          "commonsenseqa); where all rows are of one task, set data.items.tasks='[NAME]'"),
-        ("[mine,arc]", {}, "items.jsonl:1: has no task; allowed: one of data.items.tasks (mine, arc)"),
+        ("[mine,arc]", {}, OWN_ITEMS + "has no task; allowed: one of data.items.tasks (mine, arc)"),
         ("[mine,arc]", {"task": "mine"}, "data.items.tasks: no usable rows of task arc; dropped: none"),
         ("[mien,mine]", {"task": "mine"}, "data.items.tasks: no usable rows of task mien; dropped: none"),
     ],
@@ -242,7 +245,9 @@ def test_a_broken_line_ends_the_stage_with_code_2_and_leaves_nothing(root: Path,
     (own / "pairs.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n{"prompt": \n', encoding="utf-8")
     done = run_stage(root, own, "data=mine", "data.pairs.source.path=pairs.jsonl")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("oneaxis: prepare_data: pairs.jsonl:2: not JSON")
+    assert done.stderr.splitlines()[-1].startswith(
+        "oneaxis: prepare_data: data.pairs.source.path=pairs.jsonl: pairs.jsonl:2: not JSON"
+    )
     assert list((own / "artifacts").iterdir()) == []
 
 

@@ -58,11 +58,7 @@ def prepare(data: Data, *, seed: int, root: Path, out: Path) -> tuple[dict[str, 
         UserError, RunError: from the sources and parsers; also for a table without rows.
     """
     made: list[tuple[str, dict[str, list[Row]], dict[str, Any]]] = [
-        ("prose", *make_prose(data.prose, seed=seed, root=root)),
-        ("pairs", *make_pairs(data.pairs, seed=seed, root=root)),
-        ("items", *make_items(data.items, seed=seed, root=root)),
-        ("prompts", *make_prompts(data.prompts, seed=seed, root=root)),
-        ("probes", *make_probes(data.probes, seed=seed, root=root)),
+        (name, *_named_by_key(name, getattr(data, name), make, seed=seed, root=root)) for name, make in MAKERS.items()
     ]
     metrics, notes = {}, {}
     for name, tables, note in made:
@@ -180,6 +176,33 @@ def make_probes(settings: Probes, *, seed: int, root: Path) -> tuple[dict[str, l
     note = _note(described, read=len(records), dropped=dropped + duplicates, rows=len(chosen))
     note["rule"] = ORDER_RULE
     return {"probes": chosen}, note
+
+
+MAKERS: dict[str, Callable[..., tuple[dict[str, list[Row]], dict[str, Any]]]] = {
+    "prose": make_prose,
+    "pairs": make_pairs,
+    "items": make_items,
+    "prompts": make_prompts,
+    "probes": make_probes,
+}
+
+
+def _named_by_key(
+    table: str,
+    settings: Any,
+    make: Callable[..., tuple[dict[str, list[Row]], dict[str, Any]]],
+    *,
+    seed: int,
+    root: Path,
+) -> tuple[dict[str, list[Row]], dict[str, Any]]:
+    """Make a table; what is wrong in a file of the user's is said with the key and the path that name it."""
+    try:
+        return make(settings, seed=seed, root=root)
+    except UserError as error:
+        given = settings.source.path
+        if given is not None and str(error).startswith(Path(given).name):
+            raise UserError(f"data.{table}.source.path={given}: {error}") from error
+        raise
 
 
 def _records(

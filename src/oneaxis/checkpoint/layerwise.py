@@ -214,7 +214,8 @@ class Layerwise:
                 if states_STD is None:
                     states_STD = torch.empty(*token_ids_ST.shape, hidden_BTD.shape[-1], dtype=dtype)
                 states_STD[start : start + batch_size] = hidden_BTD
-                arguments.setdefault(len(hidden_BTD), _in_dtype([recorder.arguments for recorder in self._recorders], dtype))
+                called_with = [recorder.arguments for recorder in self._recorders]
+                arguments.setdefault(len(hidden_BTD), _in_dtype(called_with, dtype))
                 self._forget()
         finally:
             self._embedding.weight = whole
