@@ -186,6 +186,13 @@ def test_fault_chunks_taken_for_tokens(tmp_path: Path, capsys: pytest.CaptureFix
     assert "no file says how chunks pack tokens" in percentile["reasons"][0]
 
 
+def test_fault_a_mean_over_survivors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Faster per token, where one request of forty got no answer."""
+    found = judged(capsys, sides(tmp_path, {"gap_s": 0.017, "fail": 1}), "itl_mean_ms", code=1)
+    assert found["decision"] == "unresolved"
+    assert "itl_mean_ms is over answers that came, and up to 2.5% of a run's did not" in found["reasons"]
+
+
 def test_fault_answers_of_other_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = sides(tmp_path, {"tokens": 9})
     found = judged(capsys, words, "e2e_p50_ms", code=1)

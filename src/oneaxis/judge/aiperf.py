@@ -21,7 +21,7 @@ from typing import Any
 import polars as pl
 
 from oneaxis.errors import UserError
-from oneaxis.judge.foreign import REQUEST_SCHEMA, Run, number, parse, text_of
+from oneaxis.judge.foreign import REQUEST_SCHEMA, Run, number, numbers, parse, text_of
 
 TOOL = "AIPerf"
 RATES = ("constant", "poisson", "gamma")
@@ -160,7 +160,7 @@ def _request(
         # One chunk has no gaps, and then AIPerf leaves the list out.
         gaps = []
     if gaps is not None:
-        gaps = [number(gap, f"{where}: inter_chunk_latency") / 1000 for gap in gaps]
+        gaps = [gap / 1000 for gap in numbers(gaps, f"{where}: inter_chunk_latency")]
     issued, sent = metadata.get("credit_issued_ns"), metadata.get("request_start_ns")
     error = record.get("error") or {}
     return {

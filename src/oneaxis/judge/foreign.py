@@ -28,7 +28,7 @@ import numpy as np
 import polars as pl
 
 from oneaxis.errors import UserError
-from oneaxis.load.metrics import PERCENTILES, percentile
+from oneaxis.load.metrics import PERCENTILES
 
 REQUEST_SCHEMA = pl.Schema(
     {
@@ -57,6 +57,8 @@ HEAD_BYTES = 4096
 SCHEDULE = "the schedule"
 """`Run.intended_is` of moments that were drawn before the run: only against these is the client's lag known."""
 LATENCIES = ("ttft", "tpot", "e2e", "itl")
+METRICS = (*(f"{name}_p{percent}_ms" for name in LATENCIES for percent in PERCENTILES),
+           *(f"{name}_mean_ms" for name in LATENCIES), "output_tok_s", "achieved_rate_rps", "failed")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,21 @@ def number(value: Any, where: str, *, least: float | None = 0.0) -> float:
     return float(value)
 
 
+def numbers(values: Any, where: str) -> list[float]:
+    """A list of finite numbers, none under 0.
+
+    Raises:
+        UserError: it is none, saying where.
+    """
+    if not isinstance(values, list):
+        raise UserError(f"{where} is {str(values)[:40]}; allowed: a list of numbers")
+    # Millions of gaps: one look at all of them, and one at each only where something is wrong.
+    # (A sum keeps a NaN, where min and max may pass it by.)
+    if all(type(value) is float for value in values) and math.isfinite(sum(values)) and min(values, default=0.0) >= 0:
+        return values
+    return [number(value, where) for value in values]
+
+
 def checked(run: Run) -> Run:
     """The run itself.
 
@@ -299,16 +316,14 @@ def latencies(run: Run, from_intended: bool) -> dict[str, np.ndarray]:
 def itl_samples(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """ITL in milliseconds a token (see the module), and how many tokens each stands for; of a request that failed
     infinite for as many tokens as answers have on average, since nobody knows what it would have had."""
-    values, weights = [], []
-    for gaps, tokens, chunks in run.ok.select("gaps_s", "output_tokens", "chunks").iter_rows():
-        share = max(tokens / chunks, 1.0)
-        values += [1000 * gap / share for gap in gaps]
-        weights += [share] * len(gaps)
+    share = pl.max_horizontal(pl.col("output_tokens") / pl.col("chunks"), 1.0)
+    gaps = run.ok.select("gaps_s", share=share).filter(pl.col("gaps_s").list.len() > 0).explode("gaps_s")
+    values, weights = (1000 * gaps["gaps_s"] / gaps["share"]).to_numpy(), gaps["share"].to_numpy()
     missed = run.requests.height - run.ok.height
     if missed:
-        values.append(math.inf)
-        weights.append(missed * max(float(run.ok["output_tokens"].sum()) / run.ok.height - 1, 1.0))
-    return np.asarray(values), np.asarray(weights)
+        each = max(float(run.ok["output_tokens"].sum()) / run.ok.height - 1, 1.0)
+        values, weights = np.append(values, math.inf), np.append(weights, missed * each)
+    return values, weights
 
 
 def weighted_percentile(values: np.ndarray, weights: np.ndarray, percent: int) -> float | None:
@@ -323,30 +338,35 @@ def weighted_percentile(values: np.ndarray, weights: np.ndarray, percent: int) -
     return value if math.isfinite(value) else None
 
 
-def metrics(run: Run, from_intended: bool, refused: Mapping[str, str]) -> dict[str, float | None]:
-    """Name -> value; None: not reached. What is refused is left out."""
-    values: dict[str, float | None] = {}
+def metric(run: Run, name: str, from_intended: bool) -> float | None:
+    """One of `METRICS`; None: not reached, or undefined (no answer has two tokens). The caller knows of `refusals`."""
+    if name == "failed":
+        return float(run.requests.height - run.ok.height)
+    if name == "output_tok_s":
+        return float(run.ok["output_tokens"].sum()) / window_s(run)
+    if name == "achieved_rate_rps":
+        return achieved_rps(run)
+    kind, what = name.removesuffix("_ms").split("_")
+    if kind == "itl" and what != "mean":
+        return weighted_percentile(*itl_samples(run), int(what[1:]))
     timed = latencies(run, from_intended)
-    for name in LATENCIES:
-        if name in refused:
-            continue
-        if name == "itl":
-            if not any(key.startswith("itl_p") for key in refused):
-                samples, weights = itl_samples(run)
-                values |= {f"itl_p{p}_ms": weighted_percentile(samples, weights, p) for p in PERCENTILES}
-            values["itl_mean_ms"] = itl_mean(timed)
-            continue
-        own = timed[name][~np.isnan(timed[name])]
-        if len(own):
-            values |= {f"{name}_p{percent}_ms": percentile(own.tolist(), percent) for percent in PERCENTILES}
-            values[f"{name}_mean_ms"] = float(own.mean()) if np.isfinite(own).all() else None
-    misses = run.requests.height - run.ok.height
-    values["failed"] = float(misses)
-    if "output" not in refused:
-        values["output_tok_s"] = float(run.ok["output_tokens"].sum()) / window_s(run)
-    if "achieved" not in refused and (rate := achieved_rps(run)) is not None:
-        values["achieved_rate_rps"] = rate
-    return values
+    if kind == "itl":
+        return itl_mean(timed)
+    value = mean(timed[kind]) if what == "mean" else nearest_rank(timed[kind], int(what[1:]))
+    return value if math.isfinite(value) else None
+
+
+def mean(values: np.ndarray) -> float:
+    """Without undefined values; infinite with a miss, nan without values."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else math.nan
+
+
+def nearest_rank(values: np.ndarray, percent: int) -> float:
+    """The ceil(percent/100 * n)-th smallest, without undefined values; infinite where it is not reached."""
+    known = values[~np.isnan(values)]
+    place = -(-percent * len(known) // 100) - 1
+    return float(np.partition(known, place)[place]) if len(known) else math.nan
 
 
 def itl_mean(timed: Mapping[str, np.ndarray], rows: np.ndarray | None = None) -> float | None:

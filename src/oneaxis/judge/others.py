@@ -8,6 +8,7 @@ disproves (another load than asked, answers of other lengths, two axes) is INVAL
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,16 @@ from oneaxis.judge import units
 from oneaxis.judge.compare import Comparison, Verdict, conclude
 from oneaxis.judge.conditions import grouped_axes, invalid, say
 from oneaxis.judge.foreign import (
+    METRICS,
     SCHEDULE,
     Run,
     achieved_rps,
     basis,
     itl_mean,
     latencies,
-    metrics,
+    mean,
+    metric,
+    nearest_rank,
     one_token_a_chunk,
     read_arm,
     refusals,
@@ -45,6 +49,10 @@ HEADLINES = (f"ttft_p{HEADLINE_PERCENTILE}_ms", f"tpot_p{HEADLINE_PERCENTILE}_ms
              "itl_mean_ms", "output_tok_s", "failed")  # fmt: skip
 MAX_RATE_ERROR = 0.10
 """Of the rate achieved against the one asked for, beyond what the draw of random arrivals may give."""
+
+
+MAX_MISSED = 0.01
+"""Of a run's requests, for a mean over those that were answered."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,16 @@ class Arms:
         """All of them."""
         return [*self.baseline, *self.candidate]
 
+    @cached_property
+    def _stalled(self) -> dict[int, np.ndarray]:
+        return {}
+
+    def stalled(self, run: Run) -> np.ndarray:
+        """Whether each of its requests is stalled (guard 9); worked out once for all metrics."""
+        if id(run) not in self._stalled:
+            self._stalled[id(run)] = stalled_in_cell(_as_cell(run, basis(self.runs) is not None))
+        return self._stalled[id(run)]
+
     @property
     def tools(self) -> list[str]:
         """One, or two."""
@@ -97,7 +115,7 @@ def judge_others(
         UserError: for files that cannot be read or compared, or a metric that they do not have.
     """
     arms = read_arms(baseline, candidate)
-    names = [f"load/{each.level}/{name}" for each in arms for name in _names(each)]
+    names = [f"load/{each.level}/{name}" for each in arms for name in METRICS]
     if metric:
         chosen = [name for name in names if metric in (name, name.removeprefix("load/"), name.rpartition("/")[2])]
         if len(chosen) != 1:
@@ -167,13 +185,6 @@ def _in_order(runs: list[Run]) -> list[Run]:
     return sorted(runs, key=lambda run: run.started_at or 0.0)
 
 
-def _names(arms: Arms) -> list[str]:
-    """The metrics of a load, refused ones too: who claims one is told why."""
-    percentiles = [f"{name}_{what}_ms" for name in ("ttft", "tpot", "e2e", "itl") for what in ("p50", "p90", "p99")]
-    means = [f"{name}_mean_ms" for name in ("ttft", "tpot", "e2e", "itl")]
-    return [*percentiles, *means, "output_tok_s", "achieved_rate_rps", "failed"]
-
-
 def _told(arms: Sequence[Arms], metric: str) -> bool:
     """Whether a headline has something to say: it is not refused, and not that nothing failed."""
     _, level, name = metric.split("/")
@@ -210,11 +221,11 @@ def compare_arms(arms: Arms, claim: Claim, gate: Gate, bounds: Bounds, *, claime
         others += _support(arms, name, gate.confidence)
         order = alternates(arms)
         findings.append(order)
-        evidence, found = weigh_arms(arms, name, since is not None, refused, gate, in_pairs=not order.problems)
+        evidence, found = weigh_arms(arms, name, since is not None, gate, in_pairs=not order.problems)
         others += found
     if evidence:
         size = abs(claim.bar or claim.margin or evidence.effect)
-        findings.append(stalls(arms, name, refused, size))
+        findings.append(stalls(arms, name, size))
     unproven = unproven_of(arms, axes)
     names = [_called(runs) for _, runs in arms.sides]
     return Comparison(names[0], names[1], claim, claimed, "", gate, axes, evidence, findings, others, unproven=unproven)
@@ -251,8 +262,11 @@ def _how(arms: Arms, name: str, since: str | None) -> list[Problem]:
                     "unresolved", f"{name}: no file says how chunks pack tokens, and a percentile rests on it",
                     "claim itl_mean_ms or a tpot, which do not",
                 ))  # fmt: skip
-    if name == "itl_mean_ms" and any(run.ok.height < run.requests.height for run in arms.runs):
-        problems.append(Problem("warning", "itl_mean_ms is over answers that came: see `failed` for the others"))
+    missed = [1 - run.ok.height / run.requests.height for run in arms.runs]
+    if name == "itl_mean_ms" and any(missed):
+        said = f"itl_mean_ms is over answers that came, and up to {max(missed):.1%} of a run's did not"
+        few = max(missed) <= MAX_MISSED
+        problems.append(Problem("warning" if few else "unresolved", said, "" if few else "see why requests failed"))
     return problems
 
 
@@ -266,14 +280,14 @@ def _why_sending(arms: Arms) -> str:
 
 
 def weigh_arms(
-    arms: Arms, name: str, from_intended: bool, refused: Mapping[str, str], gate: Gate, *, in_pairs: bool
+    arms: Arms, name: str, from_intended: bool, gate: Gate, *, in_pairs: bool
 ) -> tuple[Evidence | None, list[Problem]]:
     """What the runs say; of one run a side, what its requests say, which cannot decide.
 
     Args:
         in_pairs: whether the arms were measured in turn.
     """
-    values = [[metrics(run, from_intended, refused).get(name) for run in runs] for _, runs in arms.sides]
+    values = [[metric(run, name, from_intended) for run in runs] for _, runs in arms.sides]
     absent = [sum(value is None for value in side) for side in values]
     if any(absent):
         why = "it falls on a request that failed" if name.endswith("_ms") else "it cannot be computed"
@@ -333,8 +347,8 @@ def _over_requests(
             return lambda rows: itl_mean(own, rows) or math.nan
         values = own[kind]
         if what == "mean":
-            return lambda rows: float(np.nanmean(values[rows]))
-        return lambda rows: _percentile(values[rows], int(what[1:]))
+            return lambda rows: mean(values[rows])
+        return lambda rows: nearest_rank(values[rows], int(what[1:]))
 
     sizes = [len(side["ttft"]) for side in joined]
     found = bootstrap_difference(statistic(0), statistic(1), (sizes[0], sizes[1]), paired=bool(paired),
@@ -344,12 +358,6 @@ def _over_requests(
     how = "bootstrap over requests, " + ("paired by prompt" if paired else "not paired")
     return Evidence("requests", *means, means[1] - means[0], found.ci_low, found.ci_high, min(sizes), how,
                     found.p_value, found.p_value, found.deviation)  # fmt: skip
-
-
-def _percentile(values: np.ndarray, percent: int) -> float:
-    """Nearest rank, infinite where it is not reached; without undefined values."""
-    known = np.sort(values[~np.isnan(values)])
-    return float(known[-(-percent * len(known) // 100) - 1]) if len(known) else math.nan
 
 
 def same_prompts(one: Run, other: Run) -> str | None:
@@ -491,7 +499,7 @@ def load_kept(arms: Arms, bounds: Bounds) -> Finding:
                     "see why the tool did not keep its rate; take another schedule or another tool",
                 ))  # fmt: skip
         if run.intended_is == SCHEDULE and column == "intended_s":
-            lags.append(_percentile((1000 * (table["sent_s"] - table["intended_s"])).to_numpy(), 99))
+            lags.append(nearest_rank((1000 * (table["sent_s"] - table["intended_s"])).to_numpy(), 99))
             if lags[-1] > bounds.max_send_lag_p99_ms:
                 problems.append(invalid(
                     f"guard 5, load fidelity: {run.name} sent late: p99 {lags[-1]:.1f} ms "
@@ -562,7 +570,7 @@ def alternates(arms: Arms) -> Finding:
     return Finding(11, {"longest_run_of_one_arm": longest}, problems)
 
 
-def stalls(arms: Arms, name: str, refused: Mapping[str, str], claimed_effect: float) -> Finding:
+def stalls(arms: Arms, name: str, claimed_effect: float) -> Finding:
     """Guard 9, as of our own loads: calls far above the median of their run do not carry the effect."""
     problems, total = [], 0
     since = basis(arms.runs) is not None
@@ -571,12 +579,12 @@ def stalls(arms: Arms, name: str, refused: Mapping[str, str], claimed_effect: fl
         for run in runs:
             if run.ok["e2e_s"].null_count() or run.requests["sent_s"].null_count():
                 continue
-            stalled = stalled_in_cell(_as_cell(run, since))
+            stalled = arms.stalled(run)
             if not stalled.any():
                 continue
             counts += int(stalled.sum())
             kept = replace(run, requests=run.requests.filter(pl.Series(~stalled)))
-            values = [metrics(each, since, refused).get(name) for each in (run, kept)]
+            values = [metric(each, name, since) for each in (run, kept)]
             moved += math.inf if values[0] is None or values[1] is None else values[1] - values[0]
         total += counts
         if not counts:

@@ -24,7 +24,7 @@ from typing import Any
 import polars as pl
 
 from oneaxis.errors import UserError
-from oneaxis.judge.foreign import REQUEST_SCHEMA, Run, number, parse, text_of
+from oneaxis.judge.foreign import REQUEST_SCHEMA, Run, number, numbers, parse, text_of
 
 TOOL = "vllm bench serve"
 DETAILED = ("ttfts", "itls", "input_lens", "output_lens", "errors")
@@ -143,9 +143,7 @@ def _request(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     """One request, as a row of `REQUEST_SCHEMA`."""
     ttft = number(found["ttfts"], f"{where}: ttfts")
     tokens = int(number(found["output_lens"], f"{where}: output_lens"))
-    if not isinstance(found["itls"], list):
-        raise UserError(f"{where}: itls is {str(found['itls'])[:40]}; allowed: a list of seconds")
-    gaps = [number(gap, f"{where}: itls") for gap in found["itls"]]
+    gaps = numbers(found["itls"], f"{where}: itls")
     sent = number(found["start_times"], f"{where}: start_times", least=None) if "start_times" in found else None
     # The semaphore is passed a moment after the request came to it; less than nothing is rounding.
     waited = number(found["queue_times"], f"{where}: queue_times", least=-1e-3) if "queue_times" in found else None
