@@ -138,6 +138,9 @@ def stalled(base: list[Path], cand: list[Path]) -> None:
         late = table.with_columns(
             first_token_s=pl.when(long).then(pl.col("intended_s") + 10.9).otherwise("first_token_s"),
             done_s=pl.when(long).then(pl.col("intended_s") + 11.0).otherwise("done_s"),
+            token_times=pl.when(long)
+            .then(pl.col("token_times").list.eval(pl.element() + 10.5))
+            .otherwise("token_times"),
             ended_s=pl.when(long).then(pl.col("intended_s") + 11.0).otherwise("ended_s"),
         )
         (path / "artifacts" / "sweep" / "requests.parquet").unlink()

@@ -1,19 +1,25 @@
 """Each guard passes a clean run and fails when its fault is injected, naming it. Oracle: the injected fault."""
 
+import math
+
 import polars as pl
 import pytest
 
 from oneaxis.judge.guards import (
     Guard,
     exclusive_device,
+    frozen_draws,
     load_fidelity,
     output_limit,
     realised_as_asked,
     survivors,
     token_truth,
     unique_prompts,
+    warmed_up,
 )
+from oneaxis.judge.stalls import stalled, stalls
 from oneaxis.load.client import REQUEST_SCHEMA
+from oneaxis.load.draws import DRAWS_SCHEMA
 
 N = 20
 ASKED = 6
@@ -174,3 +180,92 @@ def test_evidence_is_json(guard: Guard) -> None:
     import json
 
     json.dumps(guard.as_json(), allow_nan=False)
+
+
+def calls(began: list[float], waits: list[list[float]], prompts: list[int] | None = None) -> pl.DataFrame:
+    """Answers whose tokens came after these waits, in seconds."""
+    prompts = prompts or [8] * len(began)
+    rows = []
+    for index, (start, own, asked) in enumerate(zip(began, waits, prompts, strict=True)):
+        times = [start + sum(own[: k + 1]) for k in range(len(own))]
+        rows.append({"shape": "s", "level": "r1", "rate_rps": 1.0, "request_id": f"r{index}", "intended_s": start,
+                     "sent_s": start, "first_token_s": times[0], "done_s": times[-1], "ended_s": times[-1],
+                     "asked_prompt_tokens": asked, "asked_output_tokens": len(own), "prompt_tokens": asked,
+                     "output_tokens": len(own), "chunks": len(own), "token_times": times, "status": "ok",
+                     "error": None, "finish_reason": "length"})  # fmt: skip
+    return pl.DataFrame(rows, schema=REQUEST_SCHEMA)
+
+
+STALL_LOAD = {"service_class": {"ttft_ms": 1500.0, "tpot_ms": 150.0}, "classes": {}, "shapes": [], "duration_s": 20.0}
+EVEN = [0.2, 0.1, 0.1, 0.1]
+"""Half a second."""
+
+
+def test_9_a_call_that_hung_is_a_stall_and_carries_the_headline_from_a_tenth_on() -> None:
+    began = [float(k) for k in range(20)]
+    one = calls(began, [[0.2, 3.0, 0.1, 0.1] if k == 7 else EVEN for k in range(20)])
+    assert stalled(one, STALL_LOAD).arg_true().to_list() == [7]
+    # p90 of twenty is the eighteenth: one of twenty cannot move it, three do.
+    check(stalls(one, STALL_LOAD, 0.25))
+    three = calls(began, [[0.2, 3.0, 0.1, 0.1] if k in (7, 9, 11) else EVEN for k in range(20)])
+    guard = stalls(three, STALL_LOAD, 0.25)
+    # TPOT of a stalled call: 3.2 / 3 s, of the others 0.1 s.
+    check(guard, "3 of 20 calls stalled, and without them tpot_p90_ms is 100, not 1067")
+    assert guard.evidence["stalled"] == 3
+    check(stalls(three, STALL_LOAD, 1.0))
+
+
+def test_9_a_queue_a_long_answer_and_a_long_prompt_are_no_stalls() -> None:
+    began = [float(k) for k in range(20)]
+    # Eight arrive at once and are served one after the other, half a second each.
+    burst = [*began, *[20.0] * 8]
+    waits = [EVEN] * 20 + [[0.2 + 0.5 * place, 0.1, 0.1, 0.1] for place in range(8)]
+    assert not stalled(calls(burst, waits), STALL_LOAD).any()
+    answer = [0.2, *[0.1] * 80]
+    assert not stalled(calls(began, [answer if k == 3 else EVEN for k in range(20)]), STALL_LOAD).any()
+    prompt = calls(began, [[8.0, 0.1, 0.1, 0.1] if k == 3 else EVEN for k in range(20)],
+                   [320 if k == 3 else 8 for k in range(20)])  # fmt: skip
+    assert not stalled(prompt, STALL_LOAD).any()
+    # As long, and of no longer a prompt.
+    assert stalled(prompt.with_columns(asked_prompt_tokens=pl.lit(8)), STALL_LOAD).sum() == 1
+
+
+def test_9_an_engine_that_stands_still_stalls_all_who_wait() -> None:
+    began = [float(k) for k in range(20)] + [20.0, 20.1, 20.2]
+    waits = [EVEN] * 20 + [[6.0, 0.1, 0.1, 0.1], [5.9, 0.1, 0.1, 0.1], [5.8, 0.1, 0.1, 0.1]]
+    assert stalled(calls(began, waits), STALL_LOAD).arg_true().to_list() == [20, 21, 22]
+
+
+def draws(answers: list[list[int]], logprob: float | None) -> pl.DataFrame:
+    rows = [{"call": k, "seed": k, "token_ids": ids, "logprob": logprob} for k, ids in enumerate(answers)]
+    return pl.DataFrame(rows, schema=DRAWS_SCHEMA)
+
+
+def test_8_frozen_draws() -> None:
+    check(frozen_draws(draws([[1, 2], [1, 3], [2, 2], [4, 4]], -20.0)))
+    # Of four calls two agree; each of three others does by chance with exp(-20): 4 x (3 exp(-20)) = 2.5e-8.
+    guard = frozen_draws(draws([[1, 2], [1, 2], [2, 2], [4, 4]], -20.0))
+    check(guard, "2 of 4 sampled answers with different seeds are the same 2 tokens")
+    assert guard.evidence["chance_of_the_repeats"] == pytest.approx(12 * math.exp(-20), rel=1e-6)
+    # A model that is nearly certain repeats itself rightly.
+    check(frozen_draws(draws([[1, 2]] * 4, math.log(0.9))))
+    assert frozen_draws(draws([[1, 2]] * 4, math.log(0.5))).evidence["chance_of_the_repeats"] == 0.5
+    check(frozen_draws(draws([[1, 2], [1, 2]], None)), "the engine tells no log-probability")
+    check(frozen_draws(draws([[1, 2]], -20.0)), "1 answers were sampled")
+
+
+def test_10_other_work_on_the_machine() -> None:
+    held = {"device": "cpu 0-1", "exclusive": True, "waited_s": 0.0}
+    idle = {"cpus": 2, "other_cpus": 0.4, "busiest": ["sshd"], "gpu_processes": []}
+    check(exclusive_device(held, idle, 0.25))
+    check(exclusive_device(held, idle, 0.1), "other processes kept 0.40 of 2 CPUs busy: sshd")
+    check(exclusive_device(held, idle | {"gpu_processes": ["python (process 7, 9 MiB)"]}, 0.25), "on the GPU before")
+
+
+def test_13_warm_up() -> None:
+    cell = {"shape": "s", "level": "r1", "warmup_requests": 2, "warmup_ok": 2, "prefix_cache_reset": True}
+    check(warmed_up([cell, cell], ["w0", "w1"], ["r0"]))
+    check(warmed_up([cell, cell | {"warmup_ok": 1}], ["w0"], ["r0"]), "s r1: 1 of 2 requests of the warm-up succeeded")
+    check(warmed_up([cell | {"warmup_requests": 0, "warmup_ok": 0}], [], ["r0"]), "1 of 1 cells had no warm-up")
+    check(warmed_up([cell, cell | {"warmup_requests": 3, "warmup_ok": 3}], [], ["r0"]), "by 2 to 3 requests")
+    check(warmed_up([cell], ["r0"], ["r0"]), "1 requests of the warm-up are measured too, such as r0")

@@ -408,8 +408,8 @@ def exclusive_device(
         if share > max_cpu_share:
             names = ", ".join(tenants["busiest"]) or "processes that have ended"
             problems.append(
-                f"other processes kept {tenants['other_cpus']:.2f} of {tenants['cpus']} CPUs busy ({names}; "
-                f"guards.max_stray_cpu_share {max_cpu_share:.0%})"
+                f"other processes kept {tenants['other_cpus']:.2f} of {tenants['cpus']} CPUs busy: {names} "
+                f"(guards.max_stray_cpu_share {max_cpu_share:.0%})"
             )
         if tenants["gpu_processes"]:
             problems.append(f"on the GPU before the engine: {', '.join(tenants['gpu_processes'])}")

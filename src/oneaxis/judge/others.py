@@ -616,7 +616,7 @@ def _as_cell(run: Run, from_intended: bool) -> pl.DataFrame:
     ended = (table["sent_s"] + table["e2e_s"]).fill_null(table["sent_s"])
     return pl.DataFrame({
         "intended_s": began, "ended_s": ended, "e2e_ms": latencies(run, from_intended)["e2e"],
-        "token_times": pl.Series(times, dtype=pl.List(pl.Float64)),
+        "asked_prompt_tokens": table["prompt_tokens"], "token_times": pl.Series(times, dtype=pl.List(pl.Float64)),
     })  # fmt: skip
 
 

@@ -1,9 +1,12 @@
 """Guard 9: calls that took far longer than their like, and whether the headline rests on them. Pure functions.
 
-A call is a request's time from its intended start to its last token. It is *stalled* when both hold:
+A call is a request's time from its intended start to its last token. It is *stalled* when all hold:
 
 - it lies beyond a robust bound of its cell: the median plus `STALL_MADS` scaled median absolute deviations, and half
   the median again at least, since calls that are all alike have a deviation of nearly zero;
+- it waited at one place: its longest wait for a token lies beyond the same bound of all longest waits. A call that is
+  long because its answer is long waits for no token in particular. Of a prompt longer than the median, the wait for the
+  first token is taken in proportion;
 - it did not wait its turn. That is: divided by the number of calls that it found in flight, itself among them, it still
   lies beyond the same bound of all calls so divided; or for longer than the first bound nobody in its cell got a token
   while it waited. A burst of arrivals makes a queue, and calls in it are long for a reason that belongs to the load.
@@ -42,7 +45,12 @@ def stalled(requests: pl.DataFrame, load: Mapping[str, Any]) -> pl.Series:
 
 
 def stalled_in_cell(cell: pl.DataFrame) -> np.ndarray:
-    """Of one cell: rows of `intended_s`, `ended_s`, `e2e_ms` (infinite: failed) and `token_times`."""
+    """Of one cell.
+
+    Args:
+        cell: `intended_s`, `ended_s`, `e2e_ms` (infinite: failed), `asked_prompt_tokens`, and `token_times` in seconds
+            on the clock of `intended_s`.
+    """
     took = cell["e2e_ms"].to_numpy()
     known = np.isfinite(took)
     if not known.any():
@@ -58,7 +66,17 @@ def stalled_in_cell(cell: pl.DataFrame) -> np.ndarray:
         1000 * _longest_silence(tokens, start, start + length / 1000) > bound if long else False
         for start, length, long in zip(began, took, known & (took > bound), strict=True)
     ])  # fmt: skip
-    return known & (took > bound) & ((share > _bound(share[known])) | silent)
+    waits = _longest_waits(cell)
+    return known & (took > bound) & (waits > _bound(waits[known])) & ((share > _bound(share[known])) | silent)
+
+
+def _longest_waits(cell: pl.DataFrame) -> np.ndarray:
+    """Per call, in ms: for the first token, or between two arrivals; 0 where nothing came."""
+    first = pl.col("token_times").list.first() - pl.col("intended_s")
+    as_long = (pl.col("asked_prompt_tokens").median() / pl.col("asked_prompt_tokens")).clip(upper_bound=1.0)
+    between = pl.col("token_times").list.diff().list.max()
+    waits = cell.select(1000 * pl.max_horizontal(first * as_long.fill_null(1.0), between).fill_null(0.0))
+    return waits.to_series().to_numpy()
 
 
 def _bound(values: np.ndarray) -> float:
@@ -104,7 +122,7 @@ def stalls(requests: pl.DataFrame, load: Mapping[str, Any], max_shift: float) ->
             largest = max(largest, shift)
             if shift > max_shift:
                 problems.append(
-                    f"{shape} {level}: {count} of {cell.height} calls stalled; without them {name} is {other:.4g}, "
+                    f"{shape} {level}: {count} of {cell.height} calls stalled, and without them {name} is {other:.4g}, "
                     f"not {one:.4g} (guards.max_stall_shift {max_shift:.0%})"
                 )
     evidence = {
