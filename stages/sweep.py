@@ -6,6 +6,7 @@ plan), `draws.parquet` (guard 8's probe), `requests.parquet`, `server_samples.pa
 """
 
 import sys
+from typing import Any
 
 from oneaxis.stage import STATE, Stage, run
 
@@ -17,11 +18,11 @@ def work(stage: Stage) -> dict[str, float]:
     import polars as pl
     from transformers import AutoTokenizer
 
+    from oneaxis.load.capacity import run_load
     from oneaxis.load.draws import PROMPT_TOKENS, draw_answers
     from oneaxis.load.plan import check_fits, draw_plan, text_tokens
     from oneaxis.load.record import write_record
     from oneaxis.load.summary import cache_block_tokens, flat_metrics, judge, report_lines, summarise, summary_document
-    from oneaxis.load.sweep import run_sweep
     from oneaxis.load.trace import read_trace
     from oneaxis.tenants import gpu_processes, other_work
 
@@ -31,7 +32,8 @@ def work(stage: Stage) -> dict[str, float]:
     texts = pl.read_parquet(stage.artifact("prepare_data", "heldout.parquet"))["text"]
     tokenizer = AutoTokenizer.from_pretrained(stage.served)
     text = text_tokens(texts, lambda t: tokenizer.encode(t, add_special_tokens=False), set(tokenizer.all_special_ids))
-    plan = draw_plan(load, text, trace=trace, seed=config.seed, session=measure.session, repetition=measure.repetition)
+    drawn: Any = {"seed": config.seed, "session": measure.session, "repetition": measure.repetition}
+    plan = draw_plan(load, text, trace=trace, **drawn)
 
     on_gpu = gpu_processes()
     log_path = stage.root / STATE / "logs" / "sweep-engine.log"
@@ -39,19 +41,18 @@ def work(stage: Stage) -> dict[str, float]:
         realised = realised_config(engine, stage.served)
         draws = draw_answers(engine, text[:PROMPT_TOKENS].tolist(), seed=config.seed)
         with other_work(engine.processes()) as others:
-            sweep = run_sweep(engine, plan, duration_s=load.duration_s, timeout_s=load.request_timeout_s)
-
+            plan, sweep, found = run_load(engine, plan, load, text, most_users=config.serve.max_num_seqs, **drawn)
     cells = summarise(sweep, load)
     tenants = others | {"gpu_processes": on_gpu}
     verdicts = judge(plan, sweep, cells, realised["differences"], config.guards, load=load, lease=lease.as_json(),
                      tenants=tenants, draws=draws, cache_block_tokens=cache_block_tokens(realised))  # fmt: skip
-    document = summary_document(cells, verdicts, sweep, load)
+    document = summary_document(cells, verdicts, sweep, load, found)
     write_record(stage.out, plan, sweep, draws, cells, document, verdicts)
     stage.notes.update(num_requests=plan.arrivals.height, num_warmup_requests=plan.warmups.height)
     stage.observed.update(cells=sweep.conditions, tenants=tenants, **measure.model_dump())
     for line in report_lines(document, verdicts):
         print(f"oneaxis: sweep: {line}", file=sys.stderr)
-    return flat_metrics(cells, verdicts)
+    return flat_metrics(cells, verdicts, found, load)
 
 
 if __name__ == "__main__":

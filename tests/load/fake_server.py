@@ -97,6 +97,9 @@ class FakeServer:
     """Counters that its page lacks."""
     other_tokens: int = 0
     """Tokens that another client takes beside each request."""
+    service_s: float = 0.0
+    """When set, requests are served one at a time, in the order in which they came, and each is held for so long before
+    its answer: a queue of known capacity."""
     client_pause_s: float = 0.0
     """How long `require_alive`, which the client calls, takes: a client whose process is held up."""
     config: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -111,6 +114,7 @@ class FakeServer:
     """What each histogram has observed, in seconds."""
     running: int = 0
     _frozen_until: float = 0.0
+    _served: asyncio.Lock = field(default_factory=asyncio.Lock)
     _starts: set[tuple[int, ...]] = field(default_factory=set)
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
@@ -185,6 +189,9 @@ class FakeServer:
                 self._frozen_until = received_at + self.freeze_s
             self.running += 1
             try:
+                if self.service_s:
+                    async with self._served:
+                        await asyncio.sleep(self.service_s)
                 chat = path == "/v1/chat/completions"
                 await self.answer(writer, self.seen[name], self.answers.get(name, self.default), chat=chat)
             finally:

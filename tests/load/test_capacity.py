@@ -11,26 +11,40 @@ import pytest
 from scipy.optimize import brentq
 
 from oneaxis.config.schema import Search, ServiceClass
-from oneaxis.load.capacity import Capacity, Probe, attainment_bounds, choose_rate, conclude, search_capacity
+from oneaxis.load.capacity import (
+    Capacity,
+    Probe,
+    attainment_bounds,
+    choose_rate,
+    conclude,
+    search_capacity,
+    search_sweep,
+)
 from oneaxis.load.metrics import summarise_cell
+from tests.load.fake_server import Answer, fake_server
 from tests.load.test_metrics import row, table
+from tests.load.test_plan import TEXT, load
 
 SERVICE_S, BOUND_S, TOKENS = 0.1, 0.4, 5
 CLASS = ServiceClass(ttft_ms=1000 * BOUND_S, tpot_ms=1000.0)
 SEARCH = Search(probes=10, resolution=0.05, users=None, max_drift=0.2)
 
 
-def erlang_attainment(rate: float) -> float:
-    """P(wait + service <= bound) of an M/D/1 queue in the long run."""
-    t = BOUND_S - SERVICE_S
-    terms = (
-        (-rate * (t - k * SERVICE_S)) ** k / math.factorial(k) * math.exp(rate * (t - k * SERVICE_S))
-        for k in range(math.floor(t / SERVICE_S + 1e-9) + 1)
-    )
-    return (1 - rate * SERVICE_S) * sum(terms)
+def true_capacity(service_s: float, bound_s: float) -> float:
+    """The rate at which P(wait + service <= bound) of an M/D/1 queue is 90% in the long run."""
+    t = bound_s - service_s
+
+    def attainment(rate: float) -> float:
+        terms = (
+            (-rate * (t - k * service_s)) ** k / math.factorial(k) * math.exp(rate * (t - k * service_s))
+            for k in range(math.floor(t / service_s + 1e-9) + 1)
+        )
+        return (1 - rate * service_s) * sum(terms)
+
+    return float(brentq(lambda rate: attainment(rate) - 0.9, 0.1 / service_s, 0.99 / service_s))
 
 
-TRUE_RATE = float(brentq(lambda rate: erlang_attainment(rate) - 0.9, 1, 9.9))
+TRUE_RATE = true_capacity(SERVICE_S, BOUND_S)
 
 
 def engine(seed: int, *, duration_s: float = 60.0, slower: Callable[[int], float] = lambda cell: 1.0) -> Any:
@@ -166,3 +180,25 @@ def test_what_the_probes_show() -> None:
     odd = found_by(probe(2, 100), probe(4, 88), probe(5, 95))
     assert odd.rate_rps == 2
     assert "a higher rate held where a lower one missed" in odd.reason
+
+
+@pytest.mark.slow
+def test_the_search_over_sockets_finds_what_a_server_of_known_service_can() -> None:
+    """Faked: the engine, which holds each request 30 ms, one after another. Real: the client, the clock, the search."""
+    section = load(rates_rps=[10.0], duration_s=3.0, warmup_requests=1,
+                   service_class={"ttft_ms": 120.0, "tpot_ms": 50.0},
+                   search={"probes": 4, "resolution": 0.05, "users": 6, "max_drift": 0.5})  # fmt: skip
+    one = section.model_copy(update={"shapes": section.shapes[1:]})
+    with fake_server(Answer(gap_s=0.001), service_s=0.03) as server:
+        plan, sweep, found = search_sweep(server, one, TEXT, seed=0, session="s", repetition=0, most_users=99)
+    capacity = found["short"]
+    # On a busy machine the server's sleeps, and so its queue, take longer than asked, never shorter.
+    assert 0.6 / 0.03 < (capacity.saturated_rps or 0) < 1.01 / 0.03
+    assert 49 < (capacity.serial_e2e_ms or 0) < 120
+    true = true_capacity(0.03, 0.12)
+    assert (capacity.rate_low_rps or 0) <= true
+    assert (capacity.rate_high_rps or math.inf) >= 0.6 * true
+    assert 0.5 * true <= (capacity.rate_rps or 0) <= 1.25 * true
+    assert set(plan.arrivals["level"]) == set(sweep.requests["level"]) >= {"u1", "u6", "u1b", "r10"}
+    starts = [tuple(prompt[:4]) for prompt in plan.arrivals["prompt_token_ids"].to_list()]
+    assert len(set(starts)) == len(starts)

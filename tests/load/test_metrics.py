@@ -161,15 +161,17 @@ def test_goodput_from_the_intended_moment_sees_a_client_that_held_requests_back(
 def test_capacity_is_the_highest_goodput_among_rates_that_attain() -> None:
     cells = pl.DataFrame(
         [
-            ("a", "r1", 1.0, 1.0, 10.0),
-            ("a", "r2", 2.0, 0.9, 18.0),
-            ("a", "r4", 4.0, 0.89, 30.0),
-            ("b", "r1", 1.0, 0.5, 9.0),
+            ("a", "r1", 1.0, 1.0, 10.0, False),
+            ("a", "r2", 2.0, 0.9, 18.0, None),
+            ("a", "r3", 3.0, 0.95, 28.0, True),  # its queue grew: a longer cell would have missed
+            ("a", "r4", 4.0, 0.89, 30.0, False),
+            ("b", "r1", 1.0, 0.5, 9.0, False),
         ],
-        schema=["shape", "level", "rate_rps", "attainment", "goodput_tok_s"],
+        schema=["shape", "level", "rate_rps", "attainment", "goodput_tok_s", "saturated"],
         orient="row",
-    )
-    assert capacity(cells) == {"a": {"goodput_tok_s": 18.0, "level": "r2", "rate_rps": 2.0}, "b": None}
+    ).with_columns(goodput_low_tok_s=pl.col("goodput_tok_s") - 1, goodput_high_tok_s=pl.col("goodput_tok_s") + 1)
+    around = {"goodput_low_tok_s": 17.0, "goodput_high_tok_s": 19.0}
+    assert capacity(cells) == {"a": {"goodput_tok_s": 18.0, "level": "r2", "rate_rps": 2.0, **around}, "b": None}
 
 
 def test_percentiles_attainment_and_goodput_of_a_cell_have_intervals() -> None:

@@ -17,8 +17,9 @@ import polars as pl
 import psutil
 import pytest
 
-from oneaxis.config.schema import Guards, Load
+from oneaxis.config.schema import Guards, Load, Search
 from oneaxis.errors import RunError
+from oneaxis.load.capacity import run_load
 from oneaxis.load.draws import DRAWS_SCHEMA, draw_answers
 from oneaxis.load.plan import Plan, draw_plan
 from oneaxis.load.summary import flat_metrics, judge, report_lines, summarise, summary_document
@@ -182,7 +183,7 @@ def test_a_client_that_reads_late_does_not_agree_with_the_server(plan: Plan) -> 
         sweep = sweep_of(server, plan)
     found = judge(plan, sweep, summarise(sweep, LOAD), [], GUARDS, **CLEAN)[-1]
     assert (found.number, found.valid) == (15, False)
-    assert "mean TTFT" in found.reason
+    assert "by the client, " in found.reason
 
 
 def test_prompts_that_repeat_trip_the_guard_by_themselves_and_by_the_servers_counter(plan: Plan) -> None:
@@ -390,6 +391,12 @@ def test_real_engine_clean_and_with_prompts_that_repeat(project: Path) -> None:
         draws = draw_answers(engine, text[:16].tolist(), seed=3)
         sweep = run_sweep(engine, plan, **limits)
         cached = run_sweep(engine, repeated, **limits)
+        searching = load.model_copy(update={
+            "shapes": load.shapes[1:], "rates_rps": [10.0], "duration_s": 1.5,
+            "search": Search(probes=2, resolution=0.1, users=4, max_drift=9.0),
+        })  # fmt: skip
+        keyed = {"seed": 0, "session": "c", "repetition": 0}
+        probes, searched, capacities = run_load(engine, plan, searching, text, most_users=8, **keyed)
 
     clean = {"load": load, "lease": HELD, "tenants": ALONE, "draws": draws}
     cells = summarise(sweep, load)
@@ -410,6 +417,25 @@ def test_real_engine_clean_and_with_prompts_that_repeat(project: Path) -> None:
         assert cell["server_prompt_tokens"] == cell["n"] * shape.prompt_tokens
         assert cell["server_output_tokens"] == cell["n"] * shape.output_tokens
     assert [condition["prefix_cache_reset"] for condition in sweep.conditions] == [True, True]
+
+    # A search: the endpoints, the given rate, two that it chose, and one user again; every prompt its own.
+    assert capacities is not None
+    found_one = capacities[load.shapes[1].name]
+    found_cells = summarise(searched, searching)
+    chosen = [f"r{probe.rate_rps:g}" for probe in found_one.probes]
+    assert found_cells["level"].to_list() == ["u1", "u4", *chosen, "u1b"]
+    assert chosen[0] == "r10"
+    assert len(set(chosen)) == 3
+    verdicts = judge(probes, searched, found_cells, differences, config.guards, **clean | {"load": searching})
+    assert [guard for guard in verdicts if not guard.valid] == []
+    assert found_one.saturated_rps is not None
+    assert found_one.saturated_rps > found_cells["ok"][0] / 1.6
+    document = json.loads(json.dumps(summary_document(found_cells, verdicts, searched, searching, capacities)))
+    assert document["search"][load.shapes[1].name]["serial_e2e_ms"] == found_cells["e2e_p50_ms"][0]
+    assert any(": capacity " in line for line in report_lines(document, verdicts))
+    named = flat_metrics(found_cells, verdicts, capacities, searching)
+    assert f"sweep/{load.shapes[1].name}/r10/ttft_p50_ms" in named
+    assert not [name for name in named if f"/{chosen[1]}/" in name or "/u1" in name]
 
     found = judge(repeated, cached, summarise(cached, load), differences, config.guards, **clean)
     assert [guard.number for guard in found if not guard.valid] == [1]

@@ -359,6 +359,7 @@ def sweep(folder: Path, draw: random.Random, params: dict[str, Any]) -> dict[str
                     "shape": shape["name"], "service_class": "default", "level": f"r{rate:g}", "rate_rps": float(rate),
                     "request_id": f"{shape['name']}-{rate}-{len(own)}",
                     "intended_s": at, "sent_s": at + 0.001, "first_token_s": first, "done_s": done,
+                    "ended_s": done,
                     "asked_output_tokens": shape["output_tokens"], "asked_prompt_tokens": shape["prompt_tokens"],
                     "prompt_tokens": shape["prompt_tokens"], "output_tokens": shape["output_tokens"],
                     "chunks": shape["output_tokens"], "token_times": [first, done], "status": "ok", "error": None,
@@ -374,10 +375,13 @@ def sweep(folder: Path, draw: random.Random, params: dict[str, Any]) -> dict[str
                         f"{prefix}/e2e_p50_ms": 2000.0, f"{prefix}/goodput_tok_s": 23.4 * rate,
                         f"{prefix}/attainment": 0.95 if rate < 1 else 0.7}  # fmt: skip
     pl.DataFrame(rows, infer_schema_length=None).write_parquet(folder / "sweep" / "requests.parquet")
-    times = [float(i) for i in range(60)]
-    pl.DataFrame(
-        {"elapsed_s": times, "running": [1.0 + i % 3 for i in range(60)], "waiting": [0.0] * 60}
-    ).write_parquet(folder / "sweep" / "server_samples.parquet")
+    state = pl.DataFrame(
+        [{"time_s": float(i), "running": 1.0 + i % 3, "waiting": 0.0, "kv_cache_usage": 0.01 * i,
+          "output_tokens": 1000.0 + 20 * i} for i in range(60)]
+    )  # fmt: skip
+    cells = dict.fromkeys((row["shape"], row["level"]) for row in rows)
+    sampled = [state.with_columns(shape=pl.lit(shape), level=pl.lit(level)) for shape, level in cells]
+    pl.concat(sampled).write_parquet(folder / "sweep" / "server_samples.parquet")
     capacity = {"goodput_tok_s": 11.7, "level": "r0.5", "rate_rps": 0.5}
     write_json(folder / "sweep" / "summary.json", {"capacity": {"prefill_heavy": capacity, "decode_heavy": None}})
     write_json(folder / "sweep" / "guards.json", [

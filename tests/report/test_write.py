@@ -184,7 +184,7 @@ def test_page_loads_nothing_and_runs_nothing(whole: Whole) -> None:
 def test_every_plot_is_named_and_ids_are_unique(whole: Whole) -> None:
     _, _, page, _ = whole
     plots = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(plots) == 12
+    assert len(plots) == 11
     assert all(plot["role"] == "img" and len(plot["aria-label"] or "") > 20 for plot in plots)
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -402,9 +402,56 @@ def test_question_names_what_was_done(artifacts: Make, tmp_path: Path) -> None:
     assert asked.startswith("How good is SmolLM2-135M-Instruct as fetched, ")
 
 
+def test_the_servers_counters_stand_under_the_requests(whole: Whole) -> None:
+    _, _, page, text = whole
+    drawn = text[text.index('aria-label="Timeline of every request in 4 cells') :]
+    drawn = drawn[: drawn.index("</svg>")]
+    for axis in ("tok/s", "requests", "KV %"):
+        assert drawn.count(f">{axis}</text>") == 2
+    assert "by the server's own counters" in page.text
+
+
+def test_a_load_beyond_capacity_is_said_with_its_growth(artifacts: Make, tmp_path: Path) -> None:
+    """40 answers, each a second after the one before, to a request every half second: one more in flight a second."""
+    folder = artifacts()
+    first = pl.read_parquet(folder / "sweep" / "requests.parquet").filter(pl.col("status") == "ok").row(0, named=True)
+    rows = [
+        first | {"request_id": f"q{k}", "intended_s": k / 2, "sent_s": k / 2, "first_token_s": k + 0.5,
+                 "done_s": k + 1.0, "ended_s": k + 1.0, "token_times": [k + 0.5, k + 1.0]}
+        for k in range(40)
+    ]  # fmt: skip
+    pl.DataFrame(rows, infer_schema_length=None).write_parquet(folder / "sweep" / "requests.parquet")
+    _, page, _ = write(folder, tmp_path)
+    said = f"Beyond capacity (▲): the queue grew all through the cell, {first['shape']} at "
+    assert said in page.text
+    assert "by 1 requests/s [" in page.text
+    assert page.row(first["shape"], f"{first['rate_rps']:g} req/s ▲")
+    # 40 requests bear a p90 (29), not a p99 (299).
+    cells = page.row(first["shape"], f"{first['rate_rps']:g} req/s", "TTFT")
+    assert [cell.endswith("*") for cell in cells[3:6]] == [False, False, True]
+
+
+def test_what_a_search_found_stands_with_its_interval(artifacts: Make, tmp_path: Path) -> None:
+    folder = artifacts()
+    found = {"goodput_tok_s": 88.2, "goodput_low_tok_s": 70.0, "goodput_high_tok_s": None, "level": "r0.5",
+             "rate_rps": 0.5, "rate_low_rps": 0.4, "rate_high_rps": None, "reason": ""}  # fmt: skip
+    how = {"serial_e2e_ms": 412.0, "saturated_rps": 3.21, "drift": -0.034, "probes": [{}] * 6}
+    write_json(folder / "sweep" / "summary.json", {
+        "capacity": {"prefill_heavy": found, "decode_heavy": None},
+        "search": {"prefill_heavy": found | how, "decode_heavy": found | how | {
+            "goodput_tok_s": None, "rate_rps": None, "reason": "unresolved: the machine is not quiet"}},
+    })  # fmt: skip
+    _, page, _ = write(folder, tmp_path)
+    assert page.row("prefill_heavy", "88.2") == [
+        "prefill_heavy", "88.2", "70.0–?", "0.5", "0.400–?", "412", "3.21", "−3.4%", "6", ""
+    ]  # fmt: skip
+    assert page.row("decode_heavy", "none")[-1] == "unresolved: the machine is not quiet"
+    assert "prefill_heavy 88.2 tokens/s at 0.5 req/s [0.4 to ?], decode_heavy none" in page.text
+
+
 def test_capacity_is_marked_in_its_curve(whole: Whole) -> None:
     """Of the summary: prefill_heavy 11.7 tokens/s at 0.5 req/s, decode_heavy none."""
     _, _, page, text = whole
     assert "Capacity: prefill_heavy 11.7 tokens/s at 0.5 req/s, decode_heavy none." in page.text
-    curve = text[text.index('aria-label="Goodput and attainment over the offered rate') :]
+    curve = text[text.index('aria-label="Goodput and attainment over the load') :]
     assert ">capacity</text>" in curve[: curve.index("</svg>")]

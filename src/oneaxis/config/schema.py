@@ -653,7 +653,7 @@ class Search(Section):
     """The search ends when the highest rate that held and the lowest that missed lie this close, as a share."""
     users: Count | None
     """Of the saturated endpoint, which is a closed loop; null: as many as `serve.max_num_seqs`."""
-    max_drift: OpenFraction
+    max_drift: Positive
     """Largest change of one user's median E2E from beginning to end; beyond it the search starts again, once."""
 
 
@@ -714,6 +714,15 @@ class Load(Section):
     service_class: ServiceClass
     """Of every shape that names none."""
     classes: dict[Name, ServiceClass]
+    search: Search | None = None
+    """Beside the given rates, others that are chosen while the sweep runs, until the capacity is found; null: none."""
+
+    @model_validator(mode="after")
+    def _fits_search(self) -> "Load":
+        if self.search and (self.arrival not in ("poisson", "constant", "gamma") or self.together):
+            raise ValueError(f"search is set with arrival={self.arrival} and together={str(self.together).lower()}; "
+                             "allowed: poisson, constant or gamma, and together=false")  # fmt: skip
+        return self
 
     @model_validator(mode="after")
     def _fits_arrival(self) -> "Load":

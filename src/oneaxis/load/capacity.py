@@ -24,9 +24,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oneaxis.config.schema import Search
+import numpy as np
+import polars as pl
+
+from oneaxis.config.schema import Load, Search, Shape
 from oneaxis.load.intervals import exact_share_interval
-from oneaxis.load.metrics import CAPACITY_ATTAINMENT
+from oneaxis.load.levels import AGAIN, at_one_rate
+from oneaxis.load.metrics import CAPACITY_ATTAINMENT, summarise_cell
+from oneaxis.load.plan import Plan, Prompts, draw_plan
+from oneaxis.load.server import Target
+from oneaxis.load.sweep import Sweep, run_sweep
 
 Cell = Mapping[str, Any]
 """What `summarise_cell` says of a probe."""
@@ -84,9 +91,14 @@ class Capacity:
     """Serial median E2E at the end / at the beginning - 1."""
     restarts: int
 
+    @property
+    def level(self) -> str | None:
+        """The cell of the capacity."""
+        return None if self.rate_rps is None else f"r{self.rate_rps:g}"
+
     def as_json(self) -> dict[str, Any]:
         """As `summary.json` holds it."""
-        return asdict(self)
+        return {**asdict(self), "level": self.level}
 
 
 Measure = Callable[[str, float, int], Cell]
@@ -236,4 +248,118 @@ def conclude(
         saturated_rps=saturated_rps,
         drift=drift,
         restarts=restarts,
+    )
+
+
+# --- against a running engine --------------------------------------------------------------------------------
+
+FASTEST_ANSWER_S = 0.01
+"""Prompts for one user are drawn for answers that take no less."""
+
+
+def run_load(
+    target: Target,
+    plan: Plan,
+    load: Load,
+    text: np.ndarray,
+    *,
+    seed: int,
+    session: str,
+    repetition: int,
+    most_users: int,
+) -> tuple[Plan, Sweep, dict[str, Capacity] | None]:
+    """Sweep the plan; or, where the settings ask for a search, search instead, from the rates of the plan on.
+
+    Returns:
+        What was planned, what was recorded, and what a search found.
+    """
+    if load.search is None:
+        return plan, run_sweep(target, plan, duration_s=load.duration_s, timeout_s=load.request_timeout_s), None
+    return search_sweep(
+        target, load, text, seed=seed, session=session, repetition=repetition, most_users=most_users
+    )  # fmt: skip
+
+
+def search_sweep(
+    target: Target, load: Load, text: np.ndarray, *, seed: int, session: str, repetition: int, most_users: int
+) -> tuple[Plan, Sweep, dict[str, Capacity]]:
+    """Search the capacity of every shape: what was sent, what was recorded, and what was found, by shape.
+
+    Cells of an attempt that drifted are left out; their number stands in `Capacity.restarts`.
+
+    Args:
+        text: token ids that prompts are cut from.
+        most_users: of the saturated endpoint, where the settings name none.
+
+    Raises:
+        RunError: when the engine dies, or no request of a cell succeeded.
+    """
+    assert load.search is not None
+    prompts = Prompts(text)
+    parts: list[tuple[Plan, Sweep]] = []
+    found = {}
+    for shape in load.shapes:
+        cells: list[tuple[int, Plan, Sweep]] = []
+
+        def measure(
+            kind: str, size: float, attempt: int, shape: Shape = shape, cells: list[tuple[int, Plan, Sweep]] = cells
+        ) -> Cell:
+            probe = _settings(load, shape, kind, size, most_users, _serial_s(cells, attempt))
+            # An attempt, and the endpoint that is measured again, have draws of their own.
+            own = f"{session}, search {attempt}{', again' if kind == 'serial again' else ''}"
+            plan = draw_plan(probe, text, seed=seed, session=own, repetition=repetition, prompts=prompts)
+            if kind == "serial again":
+                plan = Plan(_named_again(plan.arrivals), _named_again(plan.warmups))
+            sweep = run_sweep(target, plan, duration_s=load.duration_s, timeout_s=load.request_timeout_s)
+            cells.append((attempt, Plan(_needed(plan.arrivals, sweep.requests), plan.warmups), sweep))
+            return summarise_cell(
+                sweep.requests, load.classes_by_name(), load.duration_s,
+                open_loop=at_one_rate(sweep.requests["level"][0]),
+            )  # fmt: skip
+
+        found[shape.name] = search_capacity(load.search, load.rates_rps, measure)
+        parts += [(plan, sweep) for attempt, plan, sweep in cells if attempt == found[shape.name].restarts]
+    plan = Plan(pl.concat([plan.arrivals for plan, _ in parts]), pl.concat([plan.warmups for plan, _ in parts]))
+    return plan, _joined([sweep for _, sweep in parts]), found
+
+
+def _settings(load: Load, shape: Shape, kind: str, size: float, most_users: int, serial_s: float) -> Load:
+    """The `load` section of one probe."""
+    if kind == "rate":
+        return load.model_copy(update={"shapes": [shape], "rates_rps": [size], "search": None})
+    assert load.search is not None
+    users = 1 if kind.startswith("serial") else load.search.users or most_users
+    return load.model_copy(update={
+        "arrival": "closed", "shapes": [shape], "rates_rps": [], "burstiness": None, "users": [users],
+        "think_time_s": 0.0, "requests_per_user": math.ceil(1.2 * load.duration_s / serial_s) + 2, "search": None,
+    })  # fmt: skip
+
+
+def _serial_s(cells: Sequence[tuple[int, Plan, Sweep]], attempt: int) -> float:
+    """The fastest answer to one user in this attempt: nobody is answered faster among others. Before it, a guess."""
+    own = [sweep.requests for number, _, sweep in cells if number == attempt]
+    if not own:
+        return FASTEST_ANSWER_S
+    times = own[0].filter(pl.col("status") == "ok").select(pl.col("done_s") - pl.col("sent_s")).to_series()
+    return max(float(times.min()), FASTEST_ANSWER_S)  # type: ignore[arg-type]
+
+
+def _named_again(plan: pl.DataFrame) -> pl.DataFrame:
+    return plan.with_columns(level=pl.col("level") + AGAIN, request_id=pl.col("request_id") + AGAIN)
+
+
+def _needed(arrivals: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
+    """The arrivals that were sent, and the next of each user, which shows that nobody ran out of prompts."""
+    sent = pl.col("request_id").is_in(requests["request_id"].to_list())
+    before = sent.shift(1, fill_value=True).over("shape", "level", "user")
+    return arrivals.filter(pl.col("user").is_null() | sent | before)
+
+
+def _joined(sweeps: Sequence[Sweep]) -> Sweep:
+    return Sweep(
+        requests=pl.concat([sweep.requests for sweep in sweeps]),
+        samples=pl.concat([sweep.samples for sweep in sweeps]),
+        counters={cell: counted for sweep in sweeps for cell, counted in sweep.counters.items()},
+        conditions=[condition for sweep in sweeps for condition in sweep.conditions],
+        histograms=pl.concat([sweep.histograms for sweep in sweeps]),
     )

@@ -2,7 +2,7 @@
 
 A cell is a shape under a level. A label says all that is needed to order, to name and to draw it: `r2` is 2 requests a
 second in open loop, `u4` four users in closed loop, `ramp1-8` a rate that goes from 1 to 8 a second, `x2` a trace at
-twice its speed.
+twice its speed. `u1b` is one user again, at the end of a search for capacity.
 """
 
 import re
@@ -10,8 +10,11 @@ import re
 from oneaxis.config.schema import Load
 
 NUMBER = r"\d+(?:\.\d+)?(?:e[+-]\d+)?"
-LABEL = rf"(?:[rux]{NUMBER}|ramp{NUMBER}-{NUMBER})"
+LABEL = rf"(?:[rux]{NUMBER}b?|ramp{NUMBER}-{NUMBER})"
 """A label as a regular expression."""
+
+AGAIN = "b"
+"""The end of the label of a level that was measured before."""
 
 TRACE_SHAPE = "trace"
 """The one shape of a load that replays a trace."""
@@ -52,7 +55,8 @@ def level_name(label: str) -> str:
         return f"{numbers[0]} to {numbers[1]} req/s"
     if label.startswith("x"):
         return f"trace at {numbers[0]}x"
-    return f"{numbers[0]} {'user' if label == 'u1' else level_unit(label)}"
+    again = ", again" if label.endswith(AGAIN) else ""
+    return f"{numbers[0]} {'user' if label.removesuffix(AGAIN) == 'u1' else level_unit(label)}{again}"
 
 
 def at_one_rate(label: str) -> bool:

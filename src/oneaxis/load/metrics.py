@@ -16,7 +16,7 @@ value it is *not reached*, and is given as null.
 since there is no TPOT. An answer of one token where more were asked for has no TPOT, and is not good.
 **Attainment** = good / sent. **Goodput** = output tokens of good requests / window. The window runs from the cell's
 start to the planned duration or the last request's end, whichever is later. **Capacity** of a shape = its highest
-goodput over levels whose attainment is at least `CAPACITY_ATTAINMENT`.
+goodput over levels whose attainment is at least `CAPACITY_ATTAINMENT` and whose queue did not grow.
 
 Each stands with a 95% interval (`intervals.py`). A percentile of fewer than `requests_needed` requests is given, and is
 no claim: whoever prints it says so, and a verdict on it is refused. A cell in which the queue grew says so
@@ -235,15 +235,22 @@ def _gaps(timed: pl.DataFrame) -> list[list[float]]:
 def capacity(cells: pl.DataFrame) -> dict[str, dict[str, Any] | None]:
     """Per shape, `{goodput_tok_s, level, rate_rps}` of its capacity, or None when no level attained enough.
 
+    Goodput stands with its interval, `goodput_low_tok_s` and `goodput_high_tok_s`, which is of that level alone.
+
     A shape whose levels are users in closed loop, or a ramp, is left out: they can show no capacity.
 
     Args:
-        cells: one row per cell with shape, level, rate_rps, attainment, goodput_tok_s.
+        cells: one row per cell with shape, level, rate_rps, and of `summarise_cell` attainment, goodput and saturated.
     """
     found: dict[str, dict[str, Any] | None] = {}
     cells = cells.filter(pl.Series([at_one_rate(level) for level in cells["level"]], dtype=pl.Boolean))
     for shape in cells["shape"].unique(maintain_order=True):
-        held = cells.filter((pl.col("shape") == shape) & (pl.col("attainment") >= CAPACITY_ATTAINMENT))
+        held = cells.filter(
+            (pl.col("shape") == shape)
+            & (pl.col("attainment") >= CAPACITY_ATTAINMENT)
+            & ~pl.col("saturated").cast(pl.Boolean).fill_null(False)
+        )
         best = held.sort("goodput_tok_s", descending=True).head(1).to_dicts()
-        found[shape] = {key: best[0][key] for key in ("goodput_tok_s", "level", "rate_rps")} if best else None
+        facts = ("goodput_tok_s", "goodput_low_tok_s", "goodput_high_tok_s", "level", "rate_rps")
+        found[shape] = {key: best[0][key] for key in facts} if best else None
     return found

@@ -126,19 +126,27 @@ class _Cell:
 
 
 def draw_plan(
-    load: Load, text: np.ndarray, *, seed: int, session: str, repetition: int, trace: pl.DataFrame | None = None
+    load: Load,
+    text: np.ndarray,
+    *,
+    seed: int,
+    session: str,
+    repetition: int,
+    trace: pl.DataFrame | None = None,
+    prompts: "Prompts | None" = None,
 ) -> Plan:
     """Draw arrivals and prompts of every cell.
 
     Args:
         text: token ids that prompts are cut from; wrapped around when a prompt is longer.
+        prompts: those of plans that were drawn before, none of which may begin as these do.
         trace: of `load.trace`, as `read_trace` gives it.
 
     Raises:
         UserError: when no request would arrive in a cell.
     """
     run = (seed, session, repetition)
-    prompts = _Prompts(text)
+    prompts = prompts or Prompts(text)
     arrivals: list[dict[str, object]] = []
     warmups: list[dict[str, object]] = []
     for cell in _cells(load, run, trace):
@@ -346,7 +354,7 @@ def _generator(*key: object) -> np.random.Generator:
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
 
-class _Prompts:
+class Prompts:
     """Prompts cut from a text, none of which begins as another does."""
 
     def __init__(self, text: np.ndarray) -> None:

@@ -8,7 +8,8 @@ import polars as pl
 from oneaxis.config.schema import Guards, Load
 from oneaxis.judge import guards
 from oneaxis.judge.stalls import stalls
-from oneaxis.load.levels import at_one_rate, level_name, level_size
+from oneaxis.load.capacity import Capacity
+from oneaxis.load.levels import at_one_rate, level_name, level_size, levels
 from oneaxis.load.metrics import (
     CAPACITY_ATTAINMENT,
     HEADLINE_PERCENTILE,
@@ -39,6 +40,15 @@ CELL_METRICS = (
     "tokens_per_verification",
 )
 """Columns of a cell that become metrics; the others stand in `cells.parquet`."""
+
+
+CAPACITY_METRICS = {
+    "capacity_tok_s": "goodput_tok_s",
+    "capacity_low_tok_s": "goodput_low_tok_s",
+    "capacity_high_tok_s": "goodput_high_tok_s",
+    "capacity_rps": "rate_rps",
+}
+"""Metrics of a shape, and what of its capacity they are."""
 
 
 def summarise(sweep: Sweep, load: Load) -> pl.DataFrame:
@@ -184,8 +194,16 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return sum(present) if len(present) == len(values) else None
 
 
-def summary_document(cells: pl.DataFrame, verdicts: Sequence[guards.Guard], sweep: Sweep, load: Load) -> dict[str, Any]:
+def summary_document(
+    cells: pl.DataFrame,
+    verdicts: Sequence[guards.Guard],
+    sweep: Sweep,
+    load: Load,
+    search: Mapping[str, Capacity] | None = None,
+) -> dict[str, Any]:
     """`summary.json`: the cells with what their numbers support, capacity per shape, and the verdict.
+
+    Of a search, `capacity` is what it found, and `search` how: probes, endpoints, drift.
 
     `not_reached` names percentiles that fall on a request that failed; `supported` says whether n is enough to claim
     each percentile with 95% confidence; `judged_on` what the service class asked of the shape.
@@ -214,13 +232,36 @@ def summary_document(cells: pl.DataFrame, verdicts: Sequence[guards.Guard], swee
         "service_class": load.service_class.model_dump(),
         "classes": {name: each.model_dump() for name, each in load.classes.items()},
         "capacity_attainment": CAPACITY_ATTAINMENT,
-        "capacity": capacity(cells),
+        "capacity": _capacities(cells, search),
+        "search": {shape: found.as_json() for shape, found in search.items()} if search else None,
         "cells": documents,
     }
 
 
-def flat_metrics(cells: pl.DataFrame, verdicts: Sequence[guards.Guard]) -> dict[str, float]:
-    """Metrics `sweep/...`; what is undefined or not reached is left out."""
+def _capacities(cells: pl.DataFrame, search: Mapping[str, Capacity] | None) -> dict[str, dict[str, Any] | None]:
+    if not search:
+        return capacity(cells)
+    facts = ("goodput_tok_s", "goodput_low_tok_s", "goodput_high_tok_s", "level", "rate_rps", "rate_low_rps",
+             "rate_high_rps", "reason")  # fmt: skip
+    return {
+        shape: None if found.goodput_tok_s is None else {key: found.as_json()[key] for key in facts}
+        for shape, found in search.items()
+    }
+
+
+def flat_metrics(
+    cells: pl.DataFrame,
+    verdicts: Sequence[guards.Guard],
+    search: Mapping[str, Capacity] | None = None,
+    load: Load | None = None,
+) -> dict[str, float]:
+    """Metrics `sweep/...`; what is undefined or not reached is left out.
+
+    Args:
+        load: only the cells of its levels have metrics, since those that a search chose differ from run to run; None:
+            all cells have.
+    """
+    named = levels(load) if load else None
     metrics: dict[str, float | None] = {
         "sweep/valid": float(all(guard.valid for guard in verdicts)),
         "sweep/requests": float(cells["n"].sum()),
@@ -230,11 +271,14 @@ def flat_metrics(cells: pl.DataFrame, verdicts: Sequence[guards.Guard]) -> dict[
         ),
     }
     for cell in cells.iter_rows(named=True):
+        if named is not None and cell["level"] not in named:
+            continue
         prefix = f"sweep/{cell['shape']}/{cell['level']}"
         metrics.update({f"{prefix}/{name}": cell[name] for name in CELL_METRICS})
         metrics.update({f"{prefix}/{name}": value for name, value in cell.items() if name.startswith("accepted_at_")})
-    for shape, best in capacity(cells).items():
-        metrics[f"sweep/{shape}/capacity_tok_s"] = best["goodput_tok_s"] if best else None
+    for shape, best in _capacities(cells, search).items():
+        for name, fact in CAPACITY_METRICS.items():
+            metrics[f"sweep/{shape}/{name}"] = best.get(fact) if best else None
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
@@ -253,10 +297,8 @@ def report_lines(document: Mapping[str, Any], verdicts: Sequence[guards.Guard]) 
             f"[{cell['attainment_low']:.0%}, {cell['attainment_high']:.0%}]{on}{supported}{beyond_capacity(cell)}"
         )
     for shape, best in document["capacity"].items():
-        found = f"{best['goodput_tok_s']:.1f} tok/s at {level_name(best['level'])}" if best else (
-            f"none: no level reached an attainment of {CAPACITY_ATTAINMENT:.0%}"
-        )  # fmt: skip
-        lines.append(f"{shape}: capacity {found}")
+        searched = (document["search"] or {}).get(shape)
+        lines.append(f"{shape}: capacity {said_capacity(best, searched)}")
     if not document["capacity"]:
         lines.append("no capacity: only open-loop levels of one rate can show it, since users who wait never overload")
     failed = [guard for guard in verdicts if not guard.valid]
@@ -265,6 +307,22 @@ def report_lines(document: Mapping[str, Any], verdicts: Sequence[guards.Guard]) 
         f"  guard {guard.number}, {guard.name}: {guard.reason}. To do: {guard.recommendation}" for guard in failed
     )
     return lines
+
+
+def said_capacity(best: Mapping[str, Any] | None, searched: Mapping[str, Any] | None) -> str:
+    """A capacity in one line, with its interval and what is to be said of it."""
+    reason = searched["reason"] if searched else ""
+    if not best:
+        return reason or f"none: no level reached an attainment of {CAPACITY_ATTAINMENT:.0%} without a growing queue"
+    said = f"{best['goodput_tok_s']:.1f} tok/s at {level_name(best['level'])}"
+    if searched:
+        rates, goodputs = (
+            f"[{'?' if low is None else f'{low:.4g}'}, {'?' if high is None else f'{high:.4g}'}]"
+            for low, high in ((best["rate_low_rps"], best["rate_high_rps"]),
+                              (best["goodput_low_tok_s"], best["goodput_high_tok_s"]))
+        )  # fmt: skip
+        said += f" (rate {rates} req/s, goodput {goodputs} tok/s, {len(searched['probes'])} probes)"
+    return f"{said}; {reason}" if reason else said
 
 
 def beyond_capacity(cell: Mapping[str, Any]) -> str:

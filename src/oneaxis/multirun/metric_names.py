@@ -9,7 +9,7 @@ import re
 from oneaxis.config import Config
 from oneaxis.config.schema import Load, Score
 from oneaxis.load.levels import at_one_rate, level_size, levels, shape_names
-from oneaxis.load.summary import CELL_METRICS
+from oneaxis.load.summary import CAPACITY_METRICS, CELL_METRICS
 from oneaxis.sample.rules import KINDS
 from oneaxis.score.contexts import premises_of
 from oneaxis.score.metrics import CLOZE, LETTER
@@ -87,7 +87,11 @@ def _names(config: Config, stage: str) -> set[str]:
             cells = {f"{shape}/{level}/{name}" for shape in shapes for level in levels(config.load)
                      for name in CELL_METRICS}  # fmt: skip
             shown = shapes if any(map(at_one_rate, levels(config.load))) else []
-            return {"valid", "requests", "failed", "prefix_hit_rate"} | cells | {f"{s}/capacity_tok_s" for s in shown}
+            return (
+                {"valid", "requests", "failed", "prefix_hit_rate"}
+                | cells
+                | {f"{s}/{name}" for s in shown for name in CAPACITY_METRICS}
+            )
         case "score":
             tasks = config.data.items.tasks
             return {f"{task}/{name}" for task in tasks for name in score_names(config.score, task)} | {

@@ -191,7 +191,8 @@ def latency(results: Results, intervals: Mapping[tuple[str, str], Mapping[str, s
         ttft = {
             p: text.milliseconds(n[f"ttft_{p}_ms"]) if f"ttft_{p}_ms" in n else "not reached" for p in ("p50", "p90")
         }
-        rows.append([cell.shape, level_name(cell.level), around.get("n", text.count(n.get("n"))),
+        rows.append([cell.shape, f"{level_name(cell.level)}{around.get('load', '')}",
+                     around.get("n", text.count(n.get("n"))),
                      f"{ttft['p50']}{around.get('ttft_p50', '')}", f"{ttft['p90']}{around.get('ttft_p90', '')}",
                      text.milliseconds(n.get("itl_p50_ms")), text.milliseconds(n.get("itl_p90_ms")),
                      text.number(n.get("goodput_tok_s")),
@@ -200,7 +201,8 @@ def latency(results: Results, intervals: Mapping[tuple[str, str], Mapping[str, s
     return Table(
         head=("Shape", "load", "n", "TTFT p50 ms", "TTFT p90 ms", "ITL p50 ms", "ITL p90 ms", "goodput tok/s",
               "attainment"), rows=rows, align="llrrrrrrr", tones=tones, caption="Latency and goodput",
-        note="In brackets: 95% intervals; “?” where so few requests bound no upper end. A failed request is a miss.",
+        note="In brackets: 95% intervals; “?” where so few requests bound no upper end. A failed request is a miss. "
+        "* fewer requests than a p90 needs (29). ▲ beyond capacity: the queue grew all through the cell.",
     )  # fmt: skip
 
 

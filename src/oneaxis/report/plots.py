@@ -16,7 +16,6 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 INK, MUTED, GRID, PAPER = "#000001", "#000002", "#000003", "#000004"
@@ -247,106 +246,6 @@ def ecdf(cells: Mapping[str, Sequence[float]], bound_ms: float | None) -> Plot:
     return draw("ecdf", f"Cumulative distribution of time to first token in {len(cells)} cells.",
                 "Further left is faster. A curve that ends below 1 has requests that never answered.", paint,
                 height=3.3)  # fmt: skip
-
-
-def timeline(cells: Mapping[str, Sequence[tuple[float, float | None, float | None]]]) -> Plot:
-    """Each request as a bar from its intended send to its first and last token, one panel per cell (seconds)."""
-    rows = (len(cells) + 1) // 2
-
-    def paint(canvas: Canvas) -> None:
-        panels = np.atleast_1d(canvas.subplots(rows, min(2, len(cells)), squeeze=False)).ravel()
-        for axes, (title, requests) in zip(panels, cells.items(), strict=False):
-            bars_of = list(enumerate(thinned(sorted(requests), DRAWN_REQUESTS)))
-            failed = [(sent, place) for place, (sent, first, _) in bars_of if first is None]
-            waited = [(place, sent, first) for place, (sent, first, _) in bars_of if first is not None]
-            wrote = [(place, first, done) for place, (_, first, done) in bars_of if None not in (first, done)]
-            for bars, color, thick in ((waited, SERIES[0], 0.8), (wrote, SERIES[1], 2.0)):
-                if bars:
-                    axes.hlines(*zip(*bars, strict=True), color=color, linewidth=thick)
-            if failed:
-                axes.plot(*zip(*failed, strict=True), "x", color=INK, markersize=4, linestyle="")
-            axes.set_title(title, fontsize=8.5)
-            axes.set_yticks([])
-            axes.grid(visible=False, axis="y")
-            axes.invert_yaxis()
-        for axes in panels[len(cells) :]:
-            axes.set_visible(False)
-        canvas.supxlabel("seconds since the cell began", fontsize=8.5)
-        canvas.legend(handles=[
-            Line2D([], [], color=SERIES[0], linewidth=0.8, label="until the first token"),
-            Line2D([], [], color=SERIES[1], linewidth=2.0, label="generating"),
-            Line2D([], [], color=INK, marker="x", linestyle="", label="failed"),
-        ], loc="outside upper left", ncols=3)  # fmt: skip
-
-    most = max(len(requests) for requests in cells.values())
-    some = f" {DRAWN_REQUESTS} of up to {most:,} are drawn." if most > DRAWN_REQUESTS else ""
-    return draw("timeline", f"Timeline of every request in {len(cells)} cells.{some}",
-                f"One line per request, in the order of arrival. Growing left parts: a queue builds up.{some}", paint,
-                height=0.7 + 1.5 * rows)  # fmt: skip
-
-
-def against_rate(
-    shapes: Mapping[str, Sequence[tuple[float, float, float]]],
-    capacity: Mapping[str, tuple[float, float] | None],
-    unit: str = "req/s",
-) -> Plot:
-    """The capacity curve: goodput (tokens/s) and attainment over the offered rate.
-
-    Args:
-        shapes: per shape `[(rate, goodput, attainment), ...]`. capacity: per shape its `(rate, goodput)`, the highest
-            goodput under an attainment of 90%; None where no rate reaches that. Empty: this load can show none.
-        unit: of what stands for the rate: `users` in closed loop.
-    """
-    reached = {title: best for title in shapes if (best := capacity.get(title))}
-
-    def paint(canvas: Canvas) -> None:
-        left, right = canvas.subplots(1, 2)
-        offered = sorted({rate for points in shapes.values() for rate, *_ in points})
-        for i, (title, points) in enumerate(shapes.items()):
-            rate, goodput, attainment = (list(column) for column in zip(*sorted(points), strict=True))
-            style = {"color": SERIES[i % 6], "marker": MARKERS[i % 6], "linestyle": LINES[i % 6]}
-            left.plot(rate, goodput, label=title, **style)
-            right.plot(rate, [100 * share for share in attainment], **style)
-        if reached:
-            left.plot(*zip(*reached.values(), strict=True), marker="*", markersize=12, linestyle="", color=INK,
-                      markerfacecolor="none", label="capacity")  # fmt: skip
-        left.set_ylim(bottom=0)
-        left.set_ylabel("goodput (tokens/s)")
-        right.set_ylim(0, 104)
-        right.axhline(90, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
-        right.set_ylabel("attainment (%)")
-        for axes in (left, right):
-            axes.set_xlabel(f"load ({unit})")
-            if len(offered) <= 6:
-                axes.set_xticks(offered, [f"{rate:g}" for rate in offered])
-        canvas.legend(loc="outside upper left", ncols=3)
-
-    each = [f"{title} {reached[title][1]:.3g} tokens/s at {reached[title][0]:g} {unit}" if title in reached
-            else f"{title} none" for title in shapes]  # fmt: skip
-    said = (
-        f"capacity: {', '.join(each)}" if capacity else "no capacity, since only an open loop of one rate can show it"
-    )
-    return draw("rates", f"Goodput and attainment over the offered {'rate' if unit == 'req/s' else 'load'}; {said}.",
-                f"Goodput counts only tokens of requests that met the class. Dashed: 90%, the bar for capacity. "
-                f"{said[0].upper()}{said[1:]}.", paint)  # fmt: skip
-
-
-def server(series: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Plot:
-    """The engine's own counts of running and waiting requests over time (seconds)."""
-
-    def paint(canvas: Canvas) -> None:
-        axes = _axes(canvas)
-        for i, (title, (times, values)) in enumerate(series.items()):
-            axes.step(times, values, where="post", color=SERIES[i % 6], linestyle=LINES[i % 6], label=title)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("seconds")
-        axes.set_ylabel("requests in the engine")
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        canvas.legend(loc="outside upper left", ncols=3)
-
-    return draw("server", "Requests running and waiting in the engine over time.",
-                "Waiting requests that keep growing mean that the rate is beyond what the engine can do.",
-                paint)  # fmt: skip
 
 
 def accuracies(rows: Sequence[tuple[str, str, float, float]], chance: Mapping[str, float]) -> Plot:

@@ -9,14 +9,9 @@ from typing import Any
 
 import polars as pl
 
-from oneaxis.config.schema import service_classes
-from oneaxis.judge.shares import share_interval
 from oneaxis.judge.validity import differences
-from oneaxis.load.intervals import quantile_interval
-from oneaxis.load.levels import level_name, level_size, level_unit
-from oneaxis.load.metrics import per_request, requests_needed
-from oneaxis.report import displaced, filtering, plots, quantisation, sampled, scores, text
-from oneaxis.report.facts import SCORERS, Cell, cells
+from oneaxis.report import displaced, filtering, plots, quantisation, sampled, scores, served, text
+from oneaxis.report.facts import SCORERS, cells
 from oneaxis.report.plots import Plot
 from oneaxis.report.results import STAGES, Results
 from oneaxis.report.tables import Table
@@ -130,103 +125,17 @@ def preference(results: Results) -> Section:
     return section
 
 
-def cell_requests(results: Results) -> dict[tuple[str, str], pl.DataFrame]:
-    """The requests of each cell, with `ttft_ms` (infinite for one that failed) and `good`."""
-    requests = results.table("sweep", "requests.parquet")
-    if requests is None:
-        return {}
-    requests = per_request(requests, service_classes(results.section("load")))
-    return {
-        (cell.shape, cell.level): requests.filter((pl.col("shape") == cell.shape) & (pl.col("level") == cell.level))
-        for cell in cells(results)
-    }
-
-
-def latency_intervals(results: Results) -> dict[tuple[str, str], dict[str, str]]:
-    """What the requests of each cell bound: n, TTFT p50 and p90, attainment, each as bracketed text."""
-    found = {}
-    for key, requests in cell_requests(results).items():
-        n, ttft = requests.height, requests["ttft_ms"].to_list()
-        if not n:
-            continue
-        around = {"n": text.count(n)}
-        for quantile, name in ((0.5, "ttft_p50"), (0.9, "ttft_p90")):
-            low, high = quantile_interval(ttft, quantile)
-            bounds = f"{text.milliseconds(low)}–{text.milliseconds(high) if high is not None else '?'}"
-            around[name] = f" [{bounds}]" if low is not None else " [?]"
-        low, high = share_interval(int(requests["good"].sum()), n)
-        around["attainment"] = f" [{100 * low:.0f}–{100 * high:.0f}%]"
-        found[key] = around
-    return found
-
-
 def latency(results: Results) -> Section:
-    """Timeline, distribution of TTFT, percentiles with what n supports, goodput over rate, the engine's queue."""
+    """Distribution of TTFT, the capacity curve, the timeline over the server's counters, percentiles."""
     section = Section("latency", "Latency", lead="All requests that were sent; one that failed counts as a miss.")
-    measured = cells(results)
-    if not measured:
+    if not cells(results) and results.table("sweep", "requests.parquet") is None:
         section.absent = "sweep did not run."
         return section
-    by_cell = cell_requests(results)
-    target = results.section("load").get("service_class", {})
-    if by_cell:
-        named = {f"{shape}, {level_name(level)}": requests for (shape, level), requests in by_cell.items()
-                 if requests.height}  # fmt: skip
-        section.plots.append(plots.ecdf({name: requests["ttft_ms"].to_list() for name, requests in named.items()},
-                                        target.get("ttft_ms")))  # fmt: skip
-        section.plots.append(_against_rate(results, measured))
-        section.plots.append(plots.timeline({name: _bars(requests) for name, requests in named.items()}))
-    samples = _engine_queue(results)
-    if samples:
-        section.plots.append(plots.server(samples))
-    section.tables.append(_percentiles(measured, by_cell))
+    evidence = served.Evidence(results)
+    section.plots += served.plots_of(evidence)
+    section.tables += served.tables(evidence)
+    section.lead = " ".join(filter(None, (section.lead, served.words(evidence))))
     return section
-
-
-def _bars(requests: pl.DataFrame) -> list[tuple[float, float | None, float | None]]:
-    return [
-        (row["intended_s"], row["first_token_s"] if row["status"] == "ok" else None, row["done_s"])
-        for row in requests.iter_rows(named=True)
-    ]
-
-
-def _against_rate(results: Results, measured: Sequence[Cell]) -> Plot:
-    shapes: dict[str, list[tuple[float, float, float]]] = {}
-    for cell in measured:
-        point = (level_size(cell.level), cell.numbers.get("goodput_tok_s", 0.0), cell.numbers.get("attainment", 0.0))
-        shapes.setdefault(cell.shape, []).append(point)
-    found = (results.document("sweep", "summary.json") or {}).get("capacity", {})
-    capacity = {
-        shape: (level_size(best["level"]), best["goodput_tok_s"]) if best else None for shape, best in found.items()
-    }
-    return plots.against_rate(shapes, capacity, level_unit(measured[0].level))
-
-
-def _engine_queue(results: Results) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
-    samples = results.table("sweep", "server_samples.parquet")
-    if samples is None:
-        return {}
-    known = samples.drop_nulls(["running", "waiting"]).sort("elapsed_s")
-    return {name: (known["elapsed_s"].to_list(), known[name].to_list()) for name in ("running", "waiting")}
-
-
-def _percentiles(measured: Sequence[Cell], by_cell: Mapping[tuple[str, str], pl.DataFrame]) -> Table:
-    rows = []
-    for cell in measured:
-        requests = by_cell.get((cell.shape, cell.level))
-        n = requests.height if requests is not None else int(cell.numbers.get("n", 0))
-        for quantity in ("ttft", "itl", "tpot", "e2e"):
-            values = [cell.numbers.get(f"{quantity}_{p}_ms") for p in ("p50", "p90", "p99")]
-            if any(value is not None for value in values):
-                # ITL has many gaps a request, but they are not independent: the requests are what counts.
-                p99 = text.milliseconds(values[2]) + ("" if n >= requests_needed(99) else " *")
-                rows.append([cell.shape, level_name(cell.level), quantity.upper(), text.milliseconds(values[0]),
-                             text.milliseconds(values[1]), p99, text.count(n)])  # fmt: skip
-    return Table(
-        ("Shape", "load", "quantity", "p50 ms", "p90 ms", "p99 ms", "n"), rows, "lllrrrr", caption="Percentiles",
-        note=f"* A p99 with 95% confidence needs {requests_needed(99)} requests (a p90 {requests_needed(90)}): read "
-        "it as the slowest that was seen.", folded=True,
-    )  # fmt: skip
 
 
 def scoring(results: Results) -> Section:

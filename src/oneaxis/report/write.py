@@ -20,7 +20,8 @@ from oneaxis.report.facts import (
 )
 from oneaxis.report.page import environment
 from oneaxis.report.results import STAGES, Results, read_results
-from oneaxis.report.sections import Section, all_sections, latency_intervals
+from oneaxis.report.sections import Section, all_sections
+from oneaxis.report.served import Evidence, latency_intervals
 from oneaxis.track import run_name
 
 
@@ -72,7 +73,7 @@ def render(results: Results, verdict: Validity, sections: list[Section], title: 
                 table
                 for table in (
                     quality_and_preference(results),
-                    latency(results, latency_intervals(results)),
+                    latency(results, latency_intervals(Evidence(results))),
                     accuracy(results),
                 )
                 if table.rows
