@@ -397,3 +397,37 @@ def test_same_records_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     assert [(tmp_path / "copy" / name).read_bytes() for name in ("report.html", "card.md")] == first
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
         "card.md", "plan.json", "points", "report.html", "verdicts.json"]  # fmt: skip
+
+
+def guard(number: int, state: str, **more: Any) -> dict[str, Any]:
+    """A guard's entry in a verdict."""
+    return {"guard": number, "name": f"guard{number}", "valid": state != "failed", "state": state, "reason": "",
+            "recommendation": "", "evidence": {}, "notes": [], **more}  # fmt: skip
+
+
+def test_every_guard_of_a_comparison_is_listed_and_what_failed_comes_first(
+    tmp_path: Path, multirun: Make, judged: Make, outline: Make
+) -> None:
+    entries = [guard(1, "passed", evidence={"runs_passed": 12}), guard(2, "failed", reason="too many tokens",
+               recommendation="use the engine alone"), guard(3, "not applicable", notes=["no timing"])]  # fmt: skip
+    verdicts = [judged("a=1", TTFT, "invalid", -0.3, 0.1, guards=entries)]
+    multirun(tmp_path / "one", candidates={"a=1": 1.0}, metrics=[TTFT], verdicts=verdicts)
+    table = outline(write_multirun_report(tmp_path / "one")).table(
+        f"{TTFT}: 3 guards: 1 passed, 1 failed, 1 not applicable"
+    )
+    assert table.rows[1:] == [
+        ["a=1", "2 guard2", "✕ failed", "", "too many tokens. use the engine alone"],
+        ["a=1", "1 guard1", "✓ passed", "runs passed: 12", ""],
+        ["a=1", "3 guard3", "– not applicable", "", "no timing"],
+    ]
+    # Of many candidates, a row each.
+    names = {f"a={k}": float(k) for k in range(1, 8)}
+    verdicts = [
+        judged(name, TTFT, "tie", -0.3, 0.4, guards=entries if name == "a=4" else entries[:1]) for name in names
+    ]
+    multirun(tmp_path / "many", candidates=names, metrics=[TTFT], verdicts=verdicts)
+    table = outline(write_multirun_report(tmp_path / "many")).table(
+        f"{TTFT}: 1 guards: 1 passed / 3 guards: 1 passed, 1 failed, 1 not applicable"
+    )
+    assert table.row("a=4") == ["a=4", "3 guards: 1 passed, 1 failed, 1 not applicable", "2 guard2"]
+    assert len(table.rows) == 8

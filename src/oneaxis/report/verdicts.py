@@ -28,7 +28,8 @@ CARD_WORDS = 60
 SHOWN_VALUES = 12
 LEDGERS_IN_FULL = 6
 """Of more candidates, the guards of one metric are summed up in a row each."""
-GUARD_WORDS = {"passed": "✓ passed", "failed": "✕ failed", "not applicable": "– not applicable"}
+GUARD_WORDS = {"passed": "✓ passed", "failed": "✕ failed", "not applicable": "– not applicable",
+               "unproven": "? unproven"}  # fmt: skip
 GUARD_TONES = {"passed": "good", "failed": "bad"}
 
 
@@ -304,7 +305,7 @@ def controls(multirun: Multirun, compared: Sequence[Comparison]) -> Table | None
 
 
 def guards_table(comparison: Comparison) -> Table | None:
-    """The fourteen guards of every candidate in one metric, those that failed first; None where no verdict has them."""
+    """The guards of every candidate in one metric, those that failed first; None where no verdict has them."""
     judged = [row for row in comparison.rows if row.verdict.get("guards")]
     if not judged:
         return None
