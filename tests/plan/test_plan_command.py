@@ -9,7 +9,7 @@ import pytest
 from oneaxis.cli import main
 from oneaxis.errors import UserError
 from oneaxis.plan.hardware import CEILINGS, FOLDER, read_ceilings, read_device
-from oneaxis.plan.measure import measure
+from oneaxis.plan.measure import better, measure, of_this_machine
 from oneaxis.plan.units import BYTES, BYTES_PER_S, SECONDS, quantity, share, show
 from oneaxis.stage import hardware
 from tests.plan.test_plan_model import LLAMA8B, MOE30B
@@ -266,13 +266,19 @@ def test_ceilings_are_measured_stored_and_kept_to_their_machine(tmp_path):
     with pytest.raises(UserError, match="measured with 1 threads, and 7 are asked for"):
         read_ceilings(tmp_path, 7, here)
 
-    # A better figure of before on this machine stands.
-    stored = json.loads((tmp_path / CEILINGS).read_text())
-    assert stored["hardware"]["cpu"] == here["cpu"]
-    stored["threads"]["1"]["device"]["bandwidth_bytes_s"] = 9e15
-    (tmp_path / CEILINGS).write_text(json.dumps(stored))
-    measure(tmp_path, 1, seconds_each=0.01)
-    assert read_ceilings(tmp_path, 1, here).device.bandwidth_bytes_s == 9e15
+
+def test_the_better_figure_stands_on_the_same_machine():
+    here = {"cpu": "A", "cpus": 2, "machine": "x86_64"}
+    entry = {"device": {"bandwidth_bytes_s": 20.0, "peak_flops_s": {"f32": 5.0, "bf16": 50.0}}}
+    stored = {"hardware": here, "threads": {"1": entry}}
+    assert of_this_machine(stored, here) == {"1": entry}
+    assert better(entry, 30.0, {"f32": 7.0, "bf16": 40.0}) == (30.0, {"f32": 7.0, "bf16": 50.0})
+    assert better(entry, 10.0, {"int8": 9.0}) == (20.0, {"int8": 9.0})
+    assert better(None, 10.0, {"f32": 1.0}) == (10.0, {"f32": 1.0})
+    for other in (here | {"cpu": "B"}, here | {"cpus": 4}, here | {"machine": "aarch64"}):
+        assert of_this_machine(stored, other) == {}
+    for broken in (None, [], {}, {"hardware": here}, {"hardware": here, "threads": 3}):
+        assert of_this_machine(broken, here) == {}
 
 
 def test_ceilings_that_are_missing_or_broken(tmp_path):

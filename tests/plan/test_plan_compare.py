@@ -154,6 +154,21 @@ def test_a_run_that_has_not_served_is_refused(run_folder):
         read_run(run_folder)
 
 
+def test_a_split_that_sends_nothing_says_so(run_folder):
+    path, cells = (
+        run_folder / "artifacts" / "serve" / "realised.json",
+        run_folder / "artifacts" / "sweep" / "cells.parquet",
+    )
+    document = json.loads(path.read_text())
+    document["resolved"]["engine_args.kv_transfer_config"] = {"kv_connector": "NixlConnector"}
+    path.write_text(json.dumps(document))
+    for sent, ratio in ((0.0, 0.0), (800.0, 1.0)):
+        table = pl.read_parquet(cells).with_columns(server_prompt_tokens_transferred=pl.lit(sent))
+        table.write_parquet(cells)
+        one = by_name(compare(read_run(run_folder), None))["transfer", "prompt tokens sent over"]
+        assert (one.predicted, one.ratio) == (1600, ratio)
+
+
 def test_artifacts_of_two_runs_are_refused(run_folder):
     """The engine served a quantised checkpoint, and the settings name a plain one."""
     path = run_folder / "artifacts" / "serve" / "realised.json"

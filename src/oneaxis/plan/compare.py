@@ -5,6 +5,7 @@
     decode        the bandwidth ceiling of one stream against the fastest request; the step of the batch that ran, with
                   t0 = 0, against the median TPOT: the ratio is what the engine adds
     prefill       FLOPs by this machine's peaks against the fastest TTFT, and the median one
+    transfer      prompt tokens that a split sent over its link against those that were prompted: 0 is no split
     slots         rate x tokens x time against the requests that the server saw running (Little's law)
     speculation   tokens a verification from the acceptance, per position and as if uniform, against those counted
 
@@ -127,7 +128,7 @@ def compare(run: Run, device: Device | None) -> list[Compared]:
     found = [*weights(run), *kv_cache(run)]
     if device is not None:
         found += [*decode(run, device), *prefill(run, device)]
-    return [*found, *slots(run), *speculated(run)]
+    return [*found, *slots(run), *transferred(run), *speculated(run)]
 
 
 def require_same(run: Run, hardware: Mapping[str, Any]) -> None:
@@ -285,6 +286,19 @@ def slots(run: Run) -> list[Compared]:
     seen = float(inside["running"].mean())  # type: ignore[arg-type]
     note = f"{rate:.2f} req/s; the server's count has prefill in it; {cell['shape'][0]} {cell['level'][0]}"
     return [Compared("transfer", "decode slots held", "slots", held, seen, note)]
+
+
+def transferred(run: Run) -> list[Compared]:
+    """Of a prefill/decode split, whether caches were sent at all: a split that sends none is a split in name."""
+    cells = run.results.table("sweep", "cells.parquet")
+    if cells is None or not run.realised.get("engine_args.kv_transfer_config"):
+        return []
+    names = ("server_prompt_tokens", "server_prompt_tokens_transferred")
+    if any(name not in cells.columns or cells[name].null_count() for name in names):
+        return []
+    asked, sent = (float(cells[name].sum()) for name in names)
+    note = "a split whose caches are not sent computes each prompt again" if sent == 0 else "over the whole sweep"
+    return [Compared("transfer", "prompt tokens sent over", "tokens", asked, sent, note)]
 
 
 def speculated(run: Run) -> list[Compared]:

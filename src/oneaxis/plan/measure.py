@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -58,10 +58,9 @@ def measure(root: Path, threads: int, seconds_each: float = SECONDS_EACH) -> Ans
         raise RunError(f"the measurement failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
     found = json.loads(done.stdout)
     here = hardware()
-    document = _document(root, here)
-    known = document["threads"].get(str(threads), {}).get("device", {})
-    peaks = {name: max(rate, known.get("peak_flops_s", {}).get(name, 0.0)) for name, rate in found["peaks"].items()}
-    bandwidth = max(found["bandwidth"], known.get("bandwidth_bytes_s", 0.0))
+    path = root / CEILINGS
+    threads_before = of_this_machine(read_json(path) if path.is_file() else None, here)
+    bandwidth, peaks = better(threads_before.get(str(threads)), found["bandwidth"], found["peaks"])
     entry = {
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "load_before": list(before),
@@ -74,16 +73,15 @@ def measure(root: Path, threads: int, seconds_each: float = SECONDS_EACH) -> Ans
             "peak_flops_s": peaks,
         },
     }
-    document["threads"][str(threads)] = entry
-    (root / CEILINGS).parent.mkdir(exist_ok=True)
-    write_json(root / CEILINGS, document)
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, {"hardware": here, "threads": threads_before | {str(threads): entry}})
     rows = [{"what": "read bandwidth", "now": f"{found['bandwidth'] / 1e9:.2f} GB/s", "best": f"{bandwidth / 1e9:.2f}",
              "kernel": found["kernels"]["bandwidth"]}]  # fmt: skip
     rows += [{"what": name, "now": f"{rate / 1e9:.1f} GFLOP/s", "best": f"{peaks[name] / 1e9:.1f}",
               "kernel": found["kernels"][name]} for name, rate in found["peaks"].items()]  # fmt: skip
     columns = [Column("what", "ceiling", "text"), Column("now", "now", "text"), Column("best", "best seen", "text"),
                Column("kernel", "of", "text")]  # fmt: skip
-    notes = [f"stored in {root / CEILINGS}"]
+    notes = [f"stored in {path}"]
     if before[0] > BUSY * cores:
         notes.append(f"the machine was busy (load average {before[0]:.1f} on {cores} cores): measure again when it is "
                      "not; the better figure of each stands")  # fmt: skip
@@ -91,17 +89,26 @@ def measure(root: Path, threads: int, seconds_each: float = SECONDS_EACH) -> Ans
                   rows=rows, notes=notes)  # fmt: skip
 
 
-def _document(root: Path, here: dict[str, Any]) -> dict[str, Any]:
-    """What is stored already, when it is of this machine."""
-    empty: dict[str, Any] = {"hardware": here, "threads": {}}
-    if not (root / CEILINGS).is_file():
-        return empty
+def of_this_machine(stored: Any, here: Mapping[str, Any]) -> dict[str, Any]:
+    """What is stored already, by number of threads; nothing when it is another machine's, or not what `measure` writes.
+
+    Args:
+        here: `oneaxis.stage.hardware` of this machine.
+    """
     try:
-        stored = read_json(root / CEILINGS)
         same = all(stored["hardware"][key] == here[key] for key in IDENTITY)
-        return {"hardware": here, "threads": dict(stored["threads"])} if same else empty
-    except (UserError, KeyError, TypeError):
-        return empty
+        return dict(stored["threads"]) if same else {}
+    except (KeyError, TypeError, ValueError):
+        return {}
+
+
+def better(
+    known: Mapping[str, Any] | None, bandwidth: float, peaks: Mapping[str, float]
+) -> tuple[float, dict[str, float]]:
+    """Bandwidth and peaks, each the better of what was known and what was found."""
+    device: Mapping[str, Any] = known["device"] if known else {"bandwidth_bytes_s": 0.0, "peak_flops_s": {}}
+    best = {name: max(rate, device["peak_flops_s"].get(name, 0.0)) for name, rate in peaks.items()}
+    return max(bandwidth, device["bandwidth_bytes_s"]), best
 
 
 def _worker(threads: int, seconds_each: float) -> dict[str, Any]:
