@@ -12,15 +12,17 @@ from oneaxis.stage import STATE, Stage, run
 
 
 def work(stage: Stage) -> dict[str, float]:
+    from oneaxis.draft.engine import speculating
     from oneaxis.serve import num_gpus, realised_config, running_engine, smoke_answers
 
-    stage.take_device("timing", gpus=num_gpus(stage.config.serve))
+    settings = speculating(stage.config.serve, stage.config.draft, stage.draft)
+    stage.take_device("timing", gpus=num_gpus(settings))
     measure = stage.config.measure
     stage.observed.update(session=measure.session, repetition=measure.repetition)
     log_path = stage.root / STATE / "logs" / "serve-engine.log"
     # Its start is what is measured here, imports and all: never a fork of a process that has them behind it.
     observed = stage.observed
-    with running_engine(stage.served, stage.config.serve, log_path=log_path, observed=observed, cold=True) as engine:
+    with running_engine(stage.served, settings, log_path=log_path, observed=observed, cold=True) as engine:
         realised = realised_config(engine, stage.served)
         answers = smoke_answers(engine, stage.served)
     write_json(stage.out / "realised.json", realised)

@@ -83,6 +83,10 @@ def check_inputs(root: Path, config: Config) -> None:
         from oneaxis.preference.dpo_config import check_dpo_args
 
         check_dpo_args(config.train.dpo_args, anchored=bool(config.train.rpo_alpha))
+    if config.split.kind != "none":
+        from oneaxis.split.nixl import check_nixl
+
+        check_nixl(config.split.kind)
     if config.data.items.source.kind == "wheels":
         from oneaxis.data.items import TASKS
 

@@ -99,6 +99,11 @@ class Stage:
         """The checkpoint folder that is served and scored."""
         return self.root / self.paths["served"]
 
+    @property
+    def draft(self) -> Path:
+        """The checkpoint folder of the draft model, with `draft.kind=layers`."""
+        return self.root / self.paths["draft"]
+
 
 def run(name: str, work: Callable[[Stage], Mapping[str, float]]) -> NoReturn:
     """Run a stage from the project's root (the working directory) and exit with its code."""

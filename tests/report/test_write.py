@@ -356,7 +356,7 @@ def test_payload_files_may_be_missing(artifacts: Make, tmp_path: Path, part: int
 def test_empty_folder_gives_an_invalid_page(tmp_path: Path) -> None:
     (tmp_path / "artifacts").mkdir()
     metrics, page, words = write(tmp_path / "artifacts", tmp_path)
-    assert (metrics["report/valid"], metrics["report/stages_missing"]) == (0, 10)
+    assert (metrics["report/valid"], metrics["report/stages_missing"]) == (0, 12)
     assert "Nothing was measured." in page.text
     assert words.startswith("**INVALID**")
 

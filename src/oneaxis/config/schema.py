@@ -487,6 +487,79 @@ class Serve(Section):
     """Further arguments of `vllm serve`, by their names in Python (`swap_space: 4`), checked in the realised config."""
 
 
+# --- draft -> make_draft, serve, sweep ---------------------------------------------------------------------------
+
+
+class DraftNone(Section):
+    """No speculation."""
+
+    kind: Literal["none"]
+
+
+class DraftNgram(Section):
+    """Guesses copied from the request's own text, where its last tokens stood before."""
+
+    kind: Literal["ngram"]
+    num_tokens: Annotated[int, Field(ge=1, le=16)]
+    """Guessed for each step of the served model, which then decides how many of them stand."""
+    lookup_min: Count
+    lookup_max: Count
+    """Shortest and longest run of last tokens that is looked for."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "DraftNgram":
+        if self.lookup_min > self.lookup_max:
+            raise ValueError(f"lookup_min is {self.lookup_min}; allowed: at most lookup_max ({self.lookup_max})")
+        return self
+
+
+class DraftLayers(Section):
+    """Guesses of a draft model: the policy's first layers under its own norm and head, distilled on its prose."""
+
+    kind: Literal["layers"]
+    num_tokens: Annotated[int, Field(ge=1, le=16)]
+    """As of `ngram`."""
+    num_layers: Count
+    """Fewer than the policy has."""
+    steps: Annotated[int, Field(ge=0)]
+    """Of distillation; 0: the layers as they are."""
+    batch_size: Count
+    sequence_tokens: Annotated[int, Field(ge=16)]
+    learning_rate: Positive
+    warmup_steps: Annotated[int, Field(ge=0)]
+    heldout_sequences: Annotated[int, Field(ge=1)]
+    """On which draft and policy are compared before and after."""
+    checkpoint_s: NonNegative | None
+    """A state to go on from is kept every so many seconds; 0: at each step, null: never."""
+
+
+Draft = Annotated[DraftNone | DraftNgram | DraftLayers, Field(discriminator="kind")]
+
+
+# --- split -> split ------------------------------------------------------------------------------------------------
+
+
+class SplitNone(Section):
+    """One engine prefills and decodes."""
+
+    kind: Literal["none"]
+
+
+class SplitNixl(Section):
+    """Prefill on one engine, decode on another, keys and values over NIXL; the same prompts go to one engine too."""
+
+    kind: Literal["pull", "push"]
+    """The decoding engine reads them, or the prefilling one writes them."""
+    requests: Annotated[int, Field(ge=2, le=1000)]
+    prompt_tokens: Annotated[int, Field(ge=16)]
+    output_tokens: Annotated[int, Field(ge=2)]
+    rate_rps: Positive
+    """Of the second round, in which several are under way at once."""
+
+
+Split = Annotated[SplitNone | SplitNixl, Field(discriminator="kind")]
+
+
 # --- sample -> sample_pairs --------------------------------------------------------------------------------------
 
 
@@ -902,7 +975,7 @@ class Guards(Section):
 
 Value = bool | int | float | str
 StageName = Literal["fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate",
-                    "quantize", "serve", "sweep", "score", "report"]  # fmt: skip
+                    "quantize", "make_draft", "serve", "split", "sweep", "score", "report"]  # fmt: skip
 
 
 class Change(Section):
@@ -1017,6 +1090,8 @@ class Config(BaseModel):
     train: Train
     calibrate: Calibrate
     quantize: Quantize
+    draft: Draft
+    split: Split
     serve: Serve
     load: Load
     score: Score
@@ -1046,8 +1121,10 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "train_dpo": ("train", "seed"),
     "calibrate": ("calibrate",),
     "quantize": ("quantize",),
-    "serve": ("serve", "measure"),
-    "sweep": ("serve", "load", "guards", "measure", "seed"),
+    "make_draft": ("draft", "seed"),
+    "serve": ("serve", "draft", "measure"),
+    "split": ("serve", "split", "measure", "seed"),
+    "sweep": ("serve", "draft", "load", "guards", "measure", "seed"),
     "score": ("score", "serve", "seed"),
     "report": ("report",),
 }
@@ -1068,13 +1145,23 @@ def derived_paths(config: dict[str, Any]) -> dict[str, str]:
 
     Returns:
         `policy` and `served`, the checkpoints after training and after quantisation; `sampled`, the checkpoint that
-        pairs are sampled from, and `pairs`, those that are filtered; `model_source`, `sample_source`, `load_source` and
-        one `<table>_source` per table: the user's own files, on which DVC then depends by content.
+        pairs are sampled from, and `pairs`, those that are filtered; `drafted`, `draft_text` and `draft_heldout`, what
+        a draft model is made from, and `draft`, the model; `split` and `split_text`, what is served by two engines and
+        asked of them; `model_source`, `sample_source`, `load_source` and one
+        `<table>_source` per table: the user's own files, on which DVC then depends by content.
     """
     trained = config["train"]["kind"] != "none"
     policy = "artifacts/train_dpo/checkpoint" if trained else "artifacts/fetch_model/checkpoint"
     quantized = config["quantize"]["kind"] != "none" or config["quantize"]["kv"] != "none"
     paths = {"policy": policy, "served": "artifacts/quantize/checkpoint" if quantized else policy}
+    drafted = config["draft"]["kind"] == "layers"
+    paths["drafted"] = policy if drafted else DEFAULT_SOURCE
+    paths["draft_text"] = "artifacts/prepare_data/calibration.parquet" if drafted else DEFAULT_SOURCE
+    paths["draft_heldout"] = "artifacts/prepare_data/heldout.parquet" if drafted else DEFAULT_SOURCE
+    paths["draft"] = "artifacts/make_draft/checkpoint" if drafted else DEFAULT_SOURCE
+    divided = config["split"]["kind"] != "none"
+    paths["split"] = paths["served"] if divided else DEFAULT_SOURCE
+    paths["split_text"] = "artifacts/prepare_data/heldout.parquet" if divided else DEFAULT_SOURCE
     sampled = config["sample"]["kind"] != "none"
     paths["sampled"] = "artifacts/fetch_model/checkpoint" if sampled else DEFAULT_SOURCE
     paths["pairs"] = f"artifacts/{'sample_pairs' if sampled else 'prepare_data'}/pairs.parquet"

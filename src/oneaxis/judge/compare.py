@@ -176,7 +176,7 @@ def prepare(
     if stage not in UPSTREAM:
         unknown = Problem("unresolved", f"no stage `{stage}` measures anything", f"claim one of {', '.join(UPSTREAM)}")
         return Comparison(*names, claim, claimed, question, gate, list(axes or ()), None, others=[unknown])
-    if not timed:
+    if not timed and units.kind_of(claim.metric) != "exact":
         baseline, candidate = baseline[:1], candidate[:1]
     arms = (list(baseline), list(candidate))
     of_runs = list(conditions.arms_valid(arms, stage))
@@ -274,7 +274,7 @@ def _evidence(arms: conditions.Arms, claim: Claim, gate: Gate, timed: bool) -> t
                 problems.append(conditions.invalid(
                     f"{arm[0].name}: its metrics say {told:.6g} and its table gives {value:.6g}", "run the stage again"
                 ))  # fmt: skip
-    if len(paired.baseline) < 2:
+    if len(paired.baseline) < 2 and units.kind_of(claim.metric) != "exact":
         unit = units.UNIT_NAMES[units.kind_of(claim.metric)]
         reason = f"{len(paired.baseline)} {unit}: an interval needs two, a decision more"
         more = "run more repetitions" if timed else "measure on more of them"

@@ -17,6 +17,7 @@ import polars as pl
 
 from oneaxis.config.axes import ABSENT
 from oneaxis.config.schema import STAGE_SECTIONS, service_classes
+from oneaxis.draft.engine import ARGUMENT
 from oneaxis.judge.ledger import Finding
 from oneaxis.judge.records import UPSTREAM, Record, differences
 from oneaxis.judge.stalls import STALL_MADS, without_stalls
@@ -264,6 +265,9 @@ def realised_alike(baseline: Record, candidate: Record, axes: Sequence[Axis]) ->
     assert other is not None
     moved = {key for axis in axes for key in moved_keys(axis)}
     serve_moved = {key.removeprefix("serve.") for key in moved if key.startswith("serve.")}
+    if any(_moved(axis, "draft") for axis in axes):
+        # The section is handed to the engine as this argument.
+        serve_moved.add(f"engine_args.{ARGUMENT}")
     checkpoint_moved = any(_moved(axis, "model", "train", "quantize", "pairs", "data") for axis in axes)
     model_moved = any(_moved(axis, "model") for axis in axes)
     problems, followed = [], []

@@ -77,13 +77,16 @@ def weigh(kind: Kind, paired: Paired, confidence: float) -> Evidence:
     """Paired units to the effect, its interval and its test.
 
     Args:
-        paired: n >= 2 units.
+        paired: n >= 2 units; of `exact` one.
     """
     one, other = paired.baseline, paired.candidate
     n = len(one)
-    assert n >= 2
     values = (paired.baseline_value, paired.candidate_value)
     effect = values[1] - values[0]
+    if kind == "exact":
+        p = 0.0 if effect else 1.0
+        return Evidence(kind, *values, effect, effect, effect, 1, "none: the settings decide it", p, p, 0.0)
+    assert n >= 2
     deviation = float(np.std(other - one, ddof=1))
     if kind in ("items", "answers"):
         gained, lost = int(((other == 1) & (one == 0)).sum()), int(((other == 0) & (one == 1)).sum())

@@ -11,7 +11,11 @@
     train_dpo/escape_<text>_*               benign prompt                 difference of log-probability
     train_dpo/{refusal,empty}_rate_*        benign prompt                 refused (or left empty) or not
     serve/cold_start_s, sweep/<cell>/*,     repetition (alternating runs  difference
-    sweep/<shape>/capacity_tok_s            of one session)
+    sweep/<shape>/capacity_tok_s,           of one session)
+    sweep/<shape>/step_*
+    split/*_ms
+    serve/kv_cache_tokens, split/*,         none: the settings decide     difference, without an interval: equal in
+    quantize/checkpoint_bytes               it, and nothing is drawn      all runs of an arm, or not to be trusted
 
 Any other metric has no unit: its difference has no interval, and no claim can rest on it.
 """
@@ -31,7 +35,7 @@ from oneaxis.load.metrics import requests_needed
 from oneaxis.score.metrics import SCORERS
 
 Kind = Literal["perplexity", "nll", "copies", "items", "pairs", "escapes", "answers", "repetitions", "requests",
-               "none"]  # fmt: skip
+               "exact", "none"]  # fmt: skip
 Better = Literal["lower", "higher"]
 
 CELL_LATENCY = re.compile(rf"^sweep/(?P<shape>[^/]+)/(?P<level>{LABEL})/(?P<name>[^/]+)$")
@@ -42,6 +46,13 @@ TIMED_IN_CELL = re.compile(
     r"^((ttft|itl|tpot|e2e)_p\d+_ms|attainment|goodput_tok_s|output_tok_s|achieved_rate_rps|failed"
     r"|tokens_per_step|accepted_per_draft|tokens_per_verification|accepted_at_\d+)$"
 )
+
+OF_A_SHAPE = re.compile(r"^sweep/[^/]+/(capacity_tok_s|step_base_ms|step_per_request_ms)$")
+
+OF_SPLIT = re.compile(r"^split/(prefill|transfer|first_token|decode|client|tpot)_ms$")
+
+EXACT = ("serve/kv_cache_tokens", "quantize/checkpoint_bytes", "split/transferred_share", "split/answers_equal")
+"""Metrics that follow from the settings and the checkpoint alone."""
 
 MOVED = {"quantize/kl": ("kl", 0.0), "quantize/top1_agreement": ("same_top1", 1.0)}
 """Metric -> its column of quality.parquet, and what that is where nothing was changed."""
@@ -87,8 +98,10 @@ def kind_of(metric: str) -> Kind:
         return "escapes"
     if ANSWERED.match(metric):
         return "answers"
+    if metric in EXACT:
+        return "exact"
     cell = CELL_LATENCY.match(metric)
-    if metric == "serve/cold_start_s" or re.match(r"^sweep/[^/]+/capacity_tok_s$", metric):
+    if metric == "serve/cold_start_s" or OF_A_SHAPE.match(metric) or OF_SPLIT.match(metric):
         return "repetitions"
     if cell and TIMED_IN_CELL.match(cell["name"]):
         return "repetitions"
@@ -105,6 +118,7 @@ UNIT_NAMES: dict[Kind, str] = {
     "answers": "benign prompt",
     "repetitions": "repetition",
     "requests": "request",
+    "exact": "run",
     "none": "",
 }
 
@@ -113,10 +127,14 @@ def better_of(metric: str) -> Better | None:
     """Which way is better, where a name says it; None where it does not."""
     name = metric.rpartition("/")[2]
     if re.search(
-        r"perplexity|nll|^kl$|ttft|itl|tpot|e2e|cold_start|failed|rejected|escape|refusal_rate|empty_rate|error", name
+        r"perplexity|nll|^kl$|^step_|_ms$|ttft|itl|tpot|e2e|cold_start|failed|rejected|escape|refusal_rate|empty_rate|error",
+        name,
     ):
         return "lower"
-    higher = r"goodput|attainment|capacity|tok_s|tokens_per|accepted|chosen|margin|achieved|agreement|copy_exact"
+    higher = (
+        r"kv_cache_tokens|goodput|attainment|capacity|tok_s|tokens_per|accepted|chosen|margin|achieved|agreement"
+        r"|copy_exact|transferred_share|answers_equal"
+    )
     if kind_of(metric) == "items" or re.search(higher, name):
         return "higher"
     return None
@@ -148,6 +166,8 @@ def pair(metric: str, baseline: Sequence[Record], candidate: Sequence[Record]) -
         )
     if kind == "repetitions":
         return _repetitions(metric, baseline, candidate)
+    if kind == "exact":
+        return _exact(metric, baseline, candidate)
     first, second = baseline[0], candidate[0]
     if kind == "items":
         return _items(metric, first, second)
@@ -381,6 +401,20 @@ def _repetitions(metric: str, baseline: Sequence[Record], candidate: Sequence[Re
         return _not_there(metric, absent, len(runs))
     first, second = (np.asarray(arm, dtype=np.float64) for arm in values)
     return Paired(first, second, float(first.mean()), float(second.mean()))
+
+
+def _exact(metric: str, baseline: Sequence[Record], candidate: Sequence[Record]) -> Paired | Problem:
+    """One value an arm. A run that has another shows that more than the settings decides it."""
+    found = []
+    for arm in (baseline, candidate):
+        values = {record.results.metrics.get(metric) for record in arm}
+        if None in values:
+            return Problem("unresolved", f"{metric} is not recorded in every run", "run the stage again")
+        if len(values) > 1:
+            said = f"{metric} differs between runs of one arm ({', '.join(f'{value:g}' for value in sorted(values))})"  # type: ignore[type-var]
+            return Problem("invalid", said, "find what else had a part in it (artifacts/serve/realised.json)")
+        found.append(float(values.pop()))  # type: ignore[arg-type]
+    return Paired(np.array(found[:1]), np.array(found[1:]), found[0], found[1])
 
 
 def _not_there(metric: str, absent: Sequence[int], n: int) -> Problem:

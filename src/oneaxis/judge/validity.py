@@ -45,7 +45,8 @@ def why_invalid(results: "Results", stages: Sequence[str]) -> list[tuple[int | N
     if {"serve", "sweep"} & set(stages) and 3 not in [number for number, _ in found]:
         # The load's own third guard says the same of the same engine; one line is enough.
         found += [(3, f"engine: {difference}") for difference in differences(results)]
-    found += _leases(results, [stage for stage in ("serve", "sweep") if stage in stages])
+    divided = ("split",) if results.section("split").get("kind", "none") != "none" else ()
+    found += _leases(results, [stage for stage in ("serve", *divided, "sweep") if stage in stages])
     return found + [(None, reason) for reason in _not_measured(results, stages)]
 
 
@@ -55,6 +56,9 @@ def _not_measured(results: "Results", stages: Sequence[str]) -> list[str]:
     stopped = (results.document("train_dpo", "displacement.json") or {}).get("stopped")
     if "train_dpo" in stages and stopped:
         reasons.append(f"train_dpo: {stopped['reason']}; the policy is that of an unfinished training")
+    if "split" in stages:
+        told = results.document("split", "summary.json") or {}
+        reasons += [f"split: {reason}" for reason in told.get("invalid", [])]
     summary = results.document("score", "summary.json")
     if "score" in stages and (not summary or not summary.get("tasks")):
         reasons.append("score: no items were scored")
@@ -96,6 +100,7 @@ def _warnings(results: "Results") -> list[str]:
     if results.section("model").get("kind") != "random":
         odd = [answer["prompt"] for answer in results.document("serve", "smoke.json") or [] if not answer["sane"]]
         warnings += [f"odd answer of the served model to {prompt!r}" for prompt in odd]
+    warnings += [f"split: {said}" for said in (results.document("split", "summary.json") or {}).get("warnings", [])]
     realised = results.document("serve", "realised.json") or {}
     warnings += [f"engine: {caution}" for caution in realised.get("cautions", [])]
     dirty = sorted(stage for stage, facts in results.provenance.items() if facts.get("git", {}).get("dirty"))

@@ -9,6 +9,7 @@ import re
 from oneaxis.config import Config
 from oneaxis.config.schema import Load, Score
 from oneaxis.load.levels import at_one_rate, level_size, levels, shape_names
+from oneaxis.load.steps import MIN_LEVELS, STEP_METRICS
 from oneaxis.load.summary import CAPACITY_METRICS, CELL_METRICS
 from oneaxis.sample.rules import KINDS
 from oneaxis.score.contexts import premises_of
@@ -27,6 +28,10 @@ SAMPLED = ("prompts", "prompts_all_pass", "prompts_all_fail", "prompts_without_p
            "pass_rate_ci_low", "pass_rate_ci_high", "duplicate_share", "cut_share", "tokens", "pairs",
            "pairs_per_prompt")  # fmt: skip
 QUANTIZE = ("fold_error_max", "weight_error_max", "output_error_max", "num_quantized_linears")
+
+SPLIT = ("requests", "prompt_tokens", "transferred_tokens", "transferred_share", "transferred_bytes", "bytes_per_token",
+         "transfer_ms", "answers_equal", "prefill_ms", "first_token_ms", "decode_ms", "client_ms", "server_ms",
+         "tpot_ms", "rate_rps", "decode_slots", "decode_slots_seen", "slots_share")  # fmt: skip
 
 
 def cell_metric(metric: str, load: Load) -> str:
@@ -80,24 +85,40 @@ def _names(config: Config, stage: str) -> set[str]:
                 return names
             names |= set(QUALITY) | (set(QUALITY_COPIES) if copies else set())
             return names if config.quantize.kind == "none" else names | set(QUANTIZE)
+        case "make_draft" if config.draft.kind != "layers":
+            return {"num_parameters"}
+        case "make_draft":
+            return {"num_parameters", "parameter_share", "kl_before", "kl_after", "agreement_before", "agreement_after"}
         case "serve":
             return {"cold_start_s", "config_differences", "smoke_ok", "kv_cache_tokens"}
+        case "split" if config.split.kind == "none":
+            return {"requests"}
+        case "split":
+            return set(SPLIT)
         case "sweep":
             shapes = shape_names(config.load)
+            guesses = 0 if config.draft.kind == "none" else config.draft.num_tokens
+            accepted = [f"accepted_at_{position + 1}" for position in range(guesses)]
             cells = {f"{shape}/{level}/{name}" for shape in shapes for level in levels(config.load)
-                     for name in CELL_METRICS}  # fmt: skip
+                     for name in (*CELL_METRICS, *accepted)}  # fmt: skip
             shown = shapes if any(map(at_one_rate, levels(config.load))) else []
-            return (
-                {"valid", "requests", "failed", "prefix_hit_rate"}
-                | cells
-                | {f"{s}/{name}" for s in shown for name in CAPACITY_METRICS}
-            )
+            ends = ("", "_ci_low", "_ci_high")
+            fitted = {f"{shape}/{name}{end}" for shape in shapes for name in step_names(config) for end in ends}
+            whole = {"valid", "requests", "failed", "prefix_hit_rate"} | fitted
+            return whole | cells | {f"{shape}/{name}" for shape in shown for name in CAPACITY_METRICS}
         case "score":
             tasks = config.data.items.tasks
             return {f"{task}/{name}" for task in tasks for name in score_names(config.score, task)} | {
                 "items_dropped", "boundary_backed_off", "truncated", "batch_difference_nats"}  # fmt: skip
         case _:
             return {"valid", "reasons", "warnings", "stages_missing"}
+
+
+def step_names(config: Config) -> tuple[str, ...]:
+    """What is said of a step, where enough numbers of users do not queue."""
+    closed = config.load.arrival == "closed" and not config.load.think_time_s
+    together = [users for users in config.load.users if users <= config.serve.max_num_seqs]
+    return STEP_METRICS if closed and len(together) >= MIN_LEVELS else ()
 
 
 def score_names(settings: Score, task: str) -> set[str]:

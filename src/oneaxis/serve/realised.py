@@ -8,6 +8,7 @@ engine's `/server_info` (with the labels of `vllm:cache_config_info`), and confi
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ def realised_config(engine: Engine, checkpoint: Path) -> dict[str, Any]:
         kernels=kernels(engine.log_lines()),
         device=engine.device,
     )
+    for side in (realised["asked"], realised["resolved"]):
+        guess = side.get("engine_args.speculative_config")
+        if isinstance(guess, Mapping) and "model" in guess:
+            # Where the project lies is no setting: what is recorded is the same in every work tree.
+            side["engine_args.speculative_config"] = {**guess, "model": os.path.relpath(guess["model"])}
     realised["cautions"] = cautions(config, cpu_flags=cpu_flags()) if engine.device == "cpu" else []
     return realised
 
@@ -94,7 +100,9 @@ def compare(
         if not shown:
             unverified.append(f"serve.engine_args.{name}")
             continue
-        resolved[f"engine_args.{name}"] = found
+        # Of a mapping what was asked of it: `speculative_config` comes back with two whole model configurations.
+        both = isinstance(want, Mapping) and isinstance(found, Mapping)
+        resolved[f"engine_args.{name}"] = {key: found[key] for key in want if key in found} if both else found
         if not _same(want, found):
             differ(f"serve.engine_args.{name}", want, found, "the engine resolved it otherwise")
 

@@ -1,0 +1,30 @@
+"""How an engine is told to guess: the `draft` section as vLLM's `speculative_config`."""
+
+from pathlib import Path
+from typing import Any
+
+from oneaxis.config.schema import Draft, Serve
+from oneaxis.errors import UserError
+
+ARGUMENT = "speculative_config"
+
+
+def speculating(serve: Serve, draft: Draft, checkpoint: Path) -> Serve:
+    """The `serve` section with the engine argument that `draft` stands for.
+
+    Args:
+        checkpoint: of the draft model; read with `draft.kind=layers` alone.
+
+    Raises:
+        UserError: the engine is also told by `serve.engine_args` how to guess.
+    """
+    if draft.kind == "none":
+        return serve
+    if ARGUMENT in serve.engine_args:
+        raise UserError(f"serve.engine_args.{ARGUMENT}: draft={draft.kind} sets this; allowed: one of them")
+    config: dict[str, Any] = {"num_speculative_tokens": draft.num_tokens}
+    if draft.kind == "ngram":
+        config |= {"method": "ngram", "prompt_lookup_min": draft.lookup_min, "prompt_lookup_max": draft.lookup_max}
+    else:
+        config |= {"method": "draft_model", "model": str(checkpoint.resolve())}
+    return serve.model_copy(update={"engine_args": {**serve.engine_args, ARGUMENT: config}})

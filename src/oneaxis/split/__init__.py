@@ -1,0 +1,1 @@
+"""Prefill and decode on two engines: proof that keys and values moved, equal answers, and where the time went."""

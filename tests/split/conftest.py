@@ -1,0 +1,5 @@
+"""Shared by the tests of split."""
+
+from tests.serve.conftest import tiny_checkpoint
+
+__all__ = ["tiny_checkpoint"]
