@@ -271,7 +271,7 @@ def timeline(cells: Sequence[Timeline], left_out: int) -> Plot:
         if sampled:
             handles += [Line2D([], [], color=SERIES[2], label="running"),
                         Line2D([], [], color=SERIES[3], linestyle=LINES[1], label="waiting")]  # fmt: skip
-        canvas.legend(handles=handles, loc="outside upper left", ncols=5)
+        canvas.legend(handles=handles, loc="outside upper left", ncols=3)
 
     most = max(len(cell.requests) for cell in cells)
     some = f" {DRAWN_REQUESTS} of up to {most:,} requests are drawn." if most > DRAWN_REQUESTS else ""
