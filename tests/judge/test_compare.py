@@ -87,6 +87,21 @@ def test_divergence_and_agreement_are_paired_by_sequence_and_nothing_moves_witho
     assert (verdict.decision, verdict.reasons) == ("invalid", ["c: artifacts/quantize/quality.parquet is missing"])
 
 
+def test_what_the_settings_decide_is_compared_as_it_stands_and_must_be_equal_in_every_run(tmp_path: Path) -> None:
+    metric, kv = "serve/kv_cache_tokens", settings(quantize__kv="fp8")
+    write_run(tmp_path / "b", config=settings(quantize__kv="none"), timings={metric: 46592.0})
+    arm = [write_run(tmp_path / f"c{n}", config=kv, repetition=n, timings={metric: 93184.0}) for n in range(2)]
+    verdict = compare([tmp_path / "b"], arm, claim(metric, "higher", bar=40000.0), GATE)
+    assert (verdict.decision, verdict.effect, verdict.n) == ("accept", 46592.0, 1), verdict.reasons
+    assert (verdict.ci_low, verdict.ci_high) == (46592.0, 46592.0)
+    too_high = compare([tmp_path / "b"], arm, claim(metric, "higher", bar=50000.0), GATE)
+    assert too_high.decision == "reject"
+    edit(tmp_path / "c1/artifacts/serve.metrics.json", lambda m: m.update({metric: 93056.0}))
+    verdict = compare([tmp_path / "b"], arm, claim(metric, "higher"), GATE)
+    assert verdict.decision == "invalid"
+    assert any("differs between runs of one arm (93056, 93184)" in reason for reason in verdict.reasons)
+
+
 def test_copies_are_paired_by_sequence(tmp_path: Path) -> None:
     """Eight sequences of four strings: all right at first, one wrong in each of the first four after quantisation."""
     write_run(tmp_path / "b", config=settings(quantize={"kind": "none", "kv": "none"}))
