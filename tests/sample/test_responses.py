@@ -1,6 +1,6 @@
 """Prompts in tokens, seeds, and what names the parts of a run. (The engine itself: `tests/e2e/test_on_policy.py`.)"""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,14 @@ import pytest
 
 from oneaxis.config import compose
 from oneaxis.config.schema import SamplePairs
-from oneaxis.errors import UserError
+from oneaxis.errors import RunError, UserError
+from oneaxis.load.draws import require_draws
 from oneaxis.pipeline import check_inputs
 from oneaxis.preference.pairs import render_pair
 from oneaxis.sample.prompts import Prompt, own_prompts
 from oneaxis.sample.responses import SCHEMA, Tokenized, parts_folder, sample_responses, seed_of, tokenize
 from oneaxis.sample.rules import Rule
+from tests.load.fake_server import fake_server
 from tests.preference.conftest import small_tokenizer
 
 
@@ -73,6 +75,19 @@ def test_parts_are_named_by_what_decides_the_texts_and_not_by_the_rules(root: Pa
     (checkpoint / "config.json").write_text("{ }", encoding="utf-8")
     others.append(name())
     assert len({first, *others}) == 9
+
+
+def test_fault_an_engine_whose_draws_repeat_is_not_sampled_from(root: Path, tmp_path: Path) -> None:
+    """Oracle: the golden server, whose tokens are drawn evenly from eight and which may know one seed alone."""
+    prompts = [Tokenized(prompt, (1, 2)) for prompt in own_prompts(["arithmetic"], 4, chat=False, seed=0)]
+    with fake_server() as server:
+        require_draws(server, prompts[0].ids, seed=0)
+    with fake_server(seeds=1) as server:
+        with pytest.raises(RunError, match="guard 8, frozen draws: 6 of 6 sampled answers with different seeds"):
+            sample_responses(prompts, settings(root), seed=0, folder=tmp_path / "parts" / "key",
+                             engine=lambda: nullcontext(server), observed={})  # fmt: skip
+    assert not list((tmp_path / "parts" / "key").glob("*.parquet"))
+    assert server.calls == []
 
 
 def test_an_engine_is_not_started_where_all_parts_are_there(root: Path, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 
 import polars as pl
 
+from oneaxis.load.draws import REDRAW, repeats
+
 MAX_SHARED_TOKENS = 3
 """Two prompts may begin with this many equal tokens: fewer than any prefix cache's block, which is reused whole."""
 
@@ -341,49 +343,22 @@ def output_limit(requests: pl.DataFrame) -> Guard:
                   "the engine must honour ignore_eos, min_tokens and max_tokens")  # fmt: skip
 
 
-CHANCE = 1e-6
-"""Sampled answers that are equal with a smaller probability than this were not drawn."""
-
-
 def frozen_draws(draws: pl.DataFrame) -> Guard:
     """Guard 8: answers that were sampled with different seeds are different, but for what chance explains.
-
-    Chance is known in closed form: an answer with log-probability L is drawn by each other call with probability
-    p = exp(L), so that m - 1 or more of the other n - 1 calls repeat it with a binomial tail, and one of n answers does
-    with at most n times that. A model that is nearly certain of its answer repeats it rightly.
 
     Args:
         draws: one row per call with `seed` (all different), `token_ids`, `logprob` (null: the engine does not tell).
     """
-    counts = Counter(tuple(ids) for ids in draws["token_ids"].to_list())
-    logprobs = {tuple(row["token_ids"]): row["logprob"] for row in draws.iter_rows(named=True)}
-    n = draws.height
-    problems, chances = [], []
-    for answer, times in counts.items():
-        if times < 2:
-            continue
-        logprob = logprobs[answer]
-        if logprob is None:
-            problems.append(f"{times} of {n} sampled answers are the same, and the engine tells no log-probability")
-            continue
-        chances.append(min(n * _tail(n - 1, math.exp(min(logprob, 0.0)), times - 1), 1.0))
-        if chances[-1] < CHANCE:
-            problems.append(
-                f"{times} of {n} sampled answers with different seeds are the same {len(answer)} tokens, which chance "
-                f"does with probability {chances[-1]:.1g}"
-            )
-    if n < 2:
-        problems.append(f"{n} answers were sampled: two at least are needed to compare")
-    evidence = {"calls": n, "distinct": len(counts), "chance_of_the_repeats": min(chances, default=None)}
-    return judged(
-        8, "frozen draws", evidence, problems,
-        "make the engine honour `seed` (and keep no answers); until then nothing that was sampled from it counts twice",
-    )  # fmt: skip
-
-
-def _tail(n: int, p: float, at_least: int) -> float:
-    """Probability of `at_least` or more successes in n trials."""
-    return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(at_least, n + 1))
+    found = repeats(draws)
+    problems = [repeat.said(draws.height) for repeat in found if not repeat.by_chance]
+    if draws.height < 2:
+        problems.append(f"{draws.height} answers were sampled: two at least are needed to compare")
+    evidence = {
+        "calls": draws.height,
+        "distinct": draws["token_ids"].n_unique(),
+        "chance_of_the_repeats": min((each.chance for each in found if each.chance is not None), default=None),
+    }
+    return judged(8, "frozen draws", evidence, problems, REDRAW)
 
 
 def exclusive_device(

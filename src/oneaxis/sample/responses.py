@@ -23,6 +23,7 @@ from tqdm import tqdm
 from oneaxis.config.schema import SamplePairs, Serve
 from oneaxis.data.sample import digest
 from oneaxis.errors import UserError
+from oneaxis.load.draws import require_draws
 from oneaxis.parts import folder_digest, found_or_made, open_parts
 from oneaxis.sample.ask import Ask, ask_all
 from oneaxis.sample.prompts import Prompt
@@ -128,7 +129,7 @@ def sample_responses(
         observed: gets `parts` and `parts_found`.
 
     Raises:
-        RunError: from the engine.
+        RunError: from the engine, or when its draws repeat whatever their seed.
     """
     per_part = max(1, REQUESTS_PER_PART // settings.num_samples)
     parts = [prompts[begin : begin + per_part] for begin in range(0, len(prompts), per_part)]
@@ -142,7 +143,9 @@ def sample_responses(
 
             def drawn(part: Sequence[Tokenized] = part) -> pl.DataFrame:
                 nonlocal running
-                running = running or until_done.enter_context(engine())
+                if running is None:
+                    running = until_done.enter_context(engine())
+                    require_draws(running, part[0].ids, seed=seed)
                 return _part(running, part, settings, seed, progress)
 
             table, there = found_or_made(folder, number, drawn)
