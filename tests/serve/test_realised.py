@@ -111,6 +111,22 @@ def test_engine_args_are_found_under_the_engines_own_names() -> None:
     assert keys(found(settings={"engine_args": {"block_size": 64}})) == ["serve.engine_args.block_size"]
 
 
+def test_of_a_speculation_what_was_asked_is_kept_and_compared() -> None:
+    asked = {"method": "ngram", "num_speculative_tokens": 4}
+    info = copy.deepcopy(INFO)
+    # The engine's own also holds whole model configurations, with the paths of this machine.
+    info["vllm_config"]["speculative_config"] = asked | {"target_model_config": {"model": "/tmp/x"}}
+
+    def told() -> dict[str, Any]:
+        return compare(serve(engine_args={"speculative_config": asked}), server_info=info, cache_labels=LABELS,
+                       config=CONFIG, generation={}, kernels=[], device="cpu")  # fmt: skip
+
+    assert told()["resolved"]["engine_args.speculative_config"] == asked
+    assert told()["differences"] == []
+    info["vllm_config"]["speculative_config"]["num_speculative_tokens"] = 3
+    assert keys(told()) == ["serve.engine_args.speculative_config"]
+
+
 def test_what_the_engine_does_not_tell_is_unverified() -> None:
     result = found(settings={"engine_args": {"chat_template_content_format": "string"}})
     assert result["unverified"] == ["serve.engine_args.chat_template_content_format"]
