@@ -8,9 +8,10 @@ from oneaxis.stage import Stage, run
 
 def work(stage: Stage) -> dict[str, float]:
     """Write table.parquet, items_scored.parquet and summary.json."""
-    from oneaxis.serve import num_gpus
-
-    stage.take_device("compute", gpus=num_gpus(stage.config.serve) if stage.config.score.engine == "vllm" else 0)
+    if stage.config.score.engine == "vllm":
+        stage.take_engines_device("compute")
+    else:
+        stage.take_device("compute")
     from oneaxis.dvc_plots import accuracy_by_scorer
     from oneaxis.score.scoring import read_items, score_checkpoint
 

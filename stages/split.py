@@ -19,11 +19,12 @@ def work(stage: Stage) -> dict[str, float]:
     from oneaxis.split.nixl import check_nixl
 
     check_nixl(settings.kind)
-    measure = stage.config.measure
+    measure, serve = stage.config.measure, stage.config.serve
+    assert serve.kind == "vllm"  # the schema allows no split of another's engine
     stage.observed.update(session=measure.session, repetition=measure.repetition)
     text = served_text(stage.served, stage.artifact("prepare_data", "heldout.parquet"))
     answers, summary = run_split(
-        stage.served, stage.config.serve, settings, prompts_of(text, settings, seed=stage.config.seed),
+        stage.served, serve, settings, prompts_of(text, settings, seed=stage.config.seed),
         seed=stage.config.seed, cores=len(os.sched_getaffinity(0)), logs=stage.root / STATE / "logs",
         observed=stage.observed,
     )  # fmt: skip

@@ -13,10 +13,10 @@ from oneaxis.stage import STATE, Stage, run
 
 def work(stage: Stage) -> dict[str, float]:
     from oneaxis.draft.engine import speculating
-    from oneaxis.serve import num_gpus, realised_config, running_engine
+    from oneaxis.serve import realised_config, serving
 
     settings = speculating(stage.config.serve, stage.config.draft, stage.draft)
-    lease = stage.take_device("timing", gpus=num_gpus(settings))
+    lease = stage.take_engines_device("timing")
     from oneaxis.load.capacity import run_load
     from oneaxis.load.draws import PROMPT_TOKENS, draw_answers
     from oneaxis.load.plan import check_fits, draw_plan
@@ -36,7 +36,7 @@ def work(stage: Stage) -> dict[str, float]:
 
     on_gpu = gpu_processes()
     log_path = stage.root / STATE / "logs" / "sweep-engine.log"
-    with running_engine(stage.served, settings, log_path=log_path, observed=stage.observed) as engine:
+    with serving(stage.served, settings, log_path=log_path, observed=stage.observed) as engine:
         realised = realised_config(engine, stage.served)
         draws = draw_answers(engine, text[:PROMPT_TOKENS].tolist(), seed=config.seed)
         with other_work(engine.processes()) as others:

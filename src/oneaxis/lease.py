@@ -49,7 +49,8 @@ class Lease:
 
     device: str
     """`cpu 0-1` or `gpu 0`."""
-    exclusive: bool
+    exclusive: bool | None
+    """None: it is on another machine, where that cannot be known."""
     waited_s: float
     environment: Mapping[str, str] = field(default_factory=dict)
     """Set while the lease is held: CUDA_VISIBLE_DEVICES on a GPU."""

@@ -70,7 +70,7 @@ def check_inputs(root: Path, config: Config) -> None:
         UserError: a file that is not there, a default task that does not exist, an argument that vLLM or TRL does not
             have or that contradicts another setting; naming the key, the value and what is allowed.
     """
-    if config.serve.engine_args:
+    if config.serve.kind == "vllm" and config.serve.engine_args:
         from oneaxis.serve.command import check_contradictions, check_engine_args, engine_device, known_arguments
 
         check_engine_args(config.serve.engine_args, known_arguments())

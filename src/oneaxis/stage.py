@@ -85,6 +85,16 @@ class Stage:
         self.load_before = os.getloadavg()
         return self.lease
 
+    def take_engines_device(self, purpose: Purpose) -> Lease:
+        """Hold the device that the engine of `serve` computes on; of one on another machine nothing can be held."""
+        from oneaxis.serve import is_here, num_gpus
+
+        serve = self.config.serve
+        if serve.kind == "vllm" or is_here(serve.base_url):
+            return self.take_device(purpose, gpus=num_gpus(serve))
+        self.lease = Lease(device=serve.base_url, exclusive=None, waited_s=0.0)
+        return self.lease
+
     def artifact(self, *parts: str) -> Path:
         """The path of another stage's artifact: `stage.artifact("prepare_data", "pairs.parquet")`."""
         return self.root.joinpath(ARTIFACTS, *parts)

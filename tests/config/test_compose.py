@@ -24,7 +24,7 @@ def test_committed_params_are_the_composed_defaults(root: Path) -> None:
         (path.parent.name, path.stem)
         for path in sorted((Path(__file__).parents[2] / "conf").glob("*/*.yaml"))
         # conf/hardware/ is no group of settings: `oneaxis plan` reads devices from it.
-        if path.stem not in ("path", "hub", "mine", "trace") and path.parent.name != "hardware"
+        if path.stem not in ("path", "hub", "mine", "trace", "attach") and path.parent.name != "hardware"
     ],
 )
 def test_every_choice_composes(root: Path, group: str, choice: str) -> None:
@@ -59,6 +59,9 @@ def test_every_choice_composes(root: Path, group: str, choice: str) -> None:
         (["data.pairs.source.path=a.jsonl"], ["data.pairs.source", "path is 'a.jsonl'", "only null"]),
         (["measure.session='a b'"], ["measure.session='a b'", "pattern"]),
         (["serve.port=70000"], ["serve.port=70000", "65535"]),
+        (["serve=attach"], ["serve.base_url", "needs a value"]),
+        (["serve=attach", "serve.base_url=http://me:key@host"], ["serve.base_url", "pattern"]),
+        (["serve=attach", "serve.base_url=http://host", "serve.api_key_env='a b'"], ["serve.api_key_env", "pattern"]),
         (["serve.port=${oc.env:HOME}"], ["serve.port", "frozen"]),
         (["nonsense"], ["nonsense", "key=value"]),
         (["a b=c"], ["a b=c", "key=value"]),

@@ -77,6 +77,7 @@ class FakeServer:
     answers: dict[str, Answer]
     model_name: str = "fake"
     base_url: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
     dead: Exception | None = None
     """When set, the engine counts as dead, with these last words."""
     kill_after: int | None = None

@@ -30,6 +30,7 @@ class FakeEngine:
 
     base_url: str = ""
     model_name: str = "m"
+    headers: dict[str, str] = field(default_factory=dict)
     alive: bool = True
     fault: str = ""
     asked: list[tuple[int, ...]] = field(default_factory=list)

@@ -3,14 +3,19 @@
 Starts cost the most of the test time, so the engine of `running` serves several tests, and the last one kills it.
 """
 
+import asyncio
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,16 @@ import pytest
 from oneaxis.artifacts import read_json
 from oneaxis.config import compose, load_stage_config, write_params
 from oneaxis.errors import RunError, UserError
-from oneaxis.serve import Engine, metric_total, realised_config, running_engine, smoke_answers
+from oneaxis.load.client import Record, Request, send_all
+from oneaxis.serve import (
+    Engine,
+    EngineSpec,
+    metric_total,
+    realised_config,
+    running_engine,
+    running_engines,
+    smoke_answers,
+)
 from oneaxis.serve.engine import PHASES
 from oneaxis.serve.preflight import WIDE, cpu_flags
 from tests.serve.tiny import random_llama, serve
@@ -133,13 +147,80 @@ def test_a_refused_request_is_an_error_in_one_line(running: Engine) -> None:
 
 
 @pytest.mark.slow
+def test_sleep_that_frees_nothing(running: Engine) -> None:
+    """Why `enable_sleep_mode` is refused on a CPU: the engine says that it sleeps, and keeps its memory."""
+    core = psutil.Process(int(re.findall(r"EngineCore pid=(\d+)", running.log_path.read_text(encoding="utf-8"))[-1]))
+    before = core.memory_info().rss
+    assert running.post("/sleep?level=1", {})["status"] == "sleeping"
+    assert json.loads(running.get("/is_sleeping")) == {"is_sleeping": True}
+    assert core.memory_info().rss > 0.98 * before
+    running.post("/wake_up", {})
+    assert running.post("/v1/completions", {"model": running.model_name, "prompt": "a", "max_tokens": 1})["choices"]
+
+
+def request(engine: Engine, name: str, at_s: float, tokens: int, **changes: Any) -> Request:
+    """A streamed request of three tokens, with changes to its body."""
+    body = {"model": engine.model_name, "prompt": [5, 6, 7], "max_tokens": tokens, "min_tokens": tokens,
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}} | changes  # fmt: skip
+    return Request(shape="s", level="x1", rate_rps=None, service_class="c", request_id=name, user=None, intended_s=at_s,
+                   think_s=None, asked_prompt_tokens=3, asked_output_tokens=tokens,
+                   body=json.dumps(body).encode())  # fmt: skip
+
+
+@pytest.mark.slow
+def test_failing_requests_are_told_apart(running: Engine) -> None:
+    """A bad request, a stream that its client leaves, a server that stands still, and one that is not there; what
+    becomes of requests under way when it dies is the next test's."""
+
+    def send(base_url: str, *requests: Request, timeout_s: float) -> list[Record]:
+        return asyncio.run(send_all(base_url, requests, timeout_s=timeout_s, alive=running.alive))
+
+    api = psutil.Process(running.pid)
+    asked = [
+        request(running, "good", 0, 4),
+        request(running, "bad", 0, 4, max_tokens=100_000),
+        request(running, "long", 0, 500),
+    ]
+    good, bad, long = send(running.base_url, *asked, timeout_s=0.7)
+    assert (good.status, good.output_tokens) == ("ok", 4)
+    assert bad.status == "server_error"
+    assert "HTTP 400" in str(bad.error)
+    if long.status != "ok":  # 500 tokens in 0.7 s are too many, unless the machine is very fast
+        assert (long.status, len(long.token_times) < 500) == ("timeout", True)
+    # What the client left, the engine ends.
+    wait_for(lambda: metric_total(running.metrics(), "vllm:num_requests_running") == 0, "it goes on for nobody", 10)
+    api.suspend()
+    try:
+        (still,) = send(running.base_url, request(running, "still", 0, 4), timeout_s=0.7)
+    finally:
+        api.resume()
+    assert (still.status, still.token_times) == ("timeout", [])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
+    (refused,) = send(nobody, request(running, "refused", 0, 4), timeout_s=5)
+    assert refused.status == "refused"
+    assert send(running.base_url, request(running, "after", 0, 2), timeout_s=30)[0].status == "ok"
+
+
+@pytest.mark.slow
 def test_an_engine_that_is_killed_is_noticed(running: Engine) -> None:
-    """The core is killed, as the kernel does when memory runs out; the API server in front of it still lives."""
+    """The core is killed, as the kernel does when memory runs out; the API server in front of it still lives, and may
+    yet say to a request under way that its engine is dead."""
     engine = running
     assert engine.pid is not None
     core = [child for child in psutil.Process(engine.pid).children() if "EngineCore" in " ".join(child.cmdline())]
     assert len(core) == 1
-    core[0].send_signal(signal.SIGKILL)
+
+    async def killed_meanwhile() -> Record:
+        sending = asyncio.create_task(
+            send_all(engine.base_url, [request(engine, "cut", 0, 500)], timeout_s=30, alive=engine.alive)
+        )
+        await asyncio.sleep(0.1)
+        core[0].send_signal(signal.SIGKILL)
+        return (await sending)[0]
+
+    cut = asyncio.run(killed_meanwhile())
+    assert cut.status in ("engine_died", "server_error"), cut
     wait_for(lambda: not engine.alive(), "the engine still counts as alive", 20)
     with pytest.raises(RunError, match="the engine died") as death:
         engine.require_alive()
@@ -147,6 +228,76 @@ def test_an_engine_that_is_killed_is_noticed(running: Engine) -> None:
     assert str(engine.log_path) in str(death.value)
     with pytest.raises(RunError, match="the engine died"):
         engine.get("/health")
+
+
+@contextmanager
+def killing_cores(log_path: Path, times: int) -> Iterator[list[int]]:
+    """Kill the engine core of the next `times` starts as soon as there is one; their process ids."""
+    killed: list[int] = []
+    done = threading.Event()
+
+    def kill() -> None:
+        while len(killed) < times and not done.wait(0.02):
+            text = log_path.read_text(encoding="utf-8", errors="replace") if log_path.is_file() else ""
+            for pid in map(int, re.findall(r"EngineCore pid=(\d+)", text)[:1]):
+                if pid not in killed:
+                    killed.append(pid)
+                    os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    yield killed
+    done.set()
+    thread.join()
+
+
+@pytest.mark.slow
+def test_a_start_that_is_killed_is_repeated_so_often_and_no_more(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    log_path, observed = tmp_path / "engine.log", {}
+    settings = serve(kv_cache_gib=0.25, threads=1, max_restarts=1)
+    with killing_cores(log_path, times=1) as killed:
+        with running_engine(tiny_checkpoint, settings, log_path=log_path, observed=observed) as engine:
+            assert engine.alive()
+    assert len(killed) == len(observed["restarts"]) == 1
+    assert "the engine died while starting" in observed["restarts"][0]
+    log_path.unlink()
+    with killing_cores(log_path, times=9) as killed:
+        with pytest.raises(RunError, match=r"at start 2 of 2 \(serve\.max_restarts=1\)") as death:
+            with running_engine(tiny_checkpoint, settings, log_path=log_path, observed=observed):
+                pass
+    assert "\n" not in str(death.value)
+    assert len(killed) == 2
+
+
+@pytest.mark.slow
+def test_two_at_once_live_and_die_together(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    specs = [
+        EngineSpec(tiny_checkpoint, serve(kv_cache_gib=0.25, threads=1), tmp_path / f"{name}.log", served_name=name)
+        for name in ("a", "b")
+    ]
+    observed: dict[str, Any] = {}
+    with running_engines(specs, observed=observed) as (first, second):
+        body = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
+        texts = [engine.post("/v1/completions", body | {"model": engine.model_name}) for engine in (first, second)]
+        assert texts[0]["choices"][0]["text"] == texts[1]["choices"][0]["text"]
+        processes = [*tree(first.process.pid), *tree(second.process.pid)]
+        assert len(processes) >= 6
+        psutil.Process(second.pid).kill()
+        wait_for(lambda: not first.alive(), "the first does not see the second's end", 10)
+        with pytest.raises(RunError, match=r"the engine beside it on port \d+ died .*b\.log"):
+            first.require_alive()
+    assert living(processes) == []
+    assert [seen["start"] for seen in observed["engines"]] == ["forked", "forked"]
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_of_its_first_request_has_not_started(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """`VLLM_BATCH_INVARIANT` passes `/health` on a CPU. Inherited, it is not passed on (test_command.py)."""
+    environment = {"VLLM_BATCH_INVARIANT": "1"}
+    with pytest.raises(RunError, match=r"was healthy and died at its first request .*TypeError"):
+        with running_engine(tiny_checkpoint, serve(kv_cache_gib=0.25, threads=1), log_path=tmp_path / "engine.log",
+                            environment=environment, cold=True):  # fmt: skip
+            pass
 
 
 @pytest.mark.slow
@@ -212,7 +363,12 @@ def test_the_stage_writes_what_the_inputs_decide_and_leaves_no_process(project: 
     assert ended.returncode == 0, ended.stderr
     assert [pid for pid in set(psutil.pids()) - before if _mentions(pid, str(project))] == []
     payload = project / "artifacts" / "serve"
-    assert sorted(path.name for path in payload.iterdir()) == ["manifest.json", "realised.json", "smoke.json"]
+    assert sorted(path.name for path in payload.iterdir()) == [
+        "manifest.json",
+        "realised.csv",
+        "realised.json",
+        "smoke.json",
+    ]
     realised = read_json(payload / "realised.json")
     assert realised["differences"] == []
     metrics = read_json(project / "artifacts" / "serve.metrics.json")

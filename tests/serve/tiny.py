@@ -77,6 +77,7 @@ def random_llama(folder: Path, **more: Any) -> Path:
 def serve(**changes: Any) -> Serve:
     """A `serve` section that fits the tiny checkpoint, with changes."""
     values: dict[str, Any] = {
+        "kind": "vllm",
         "dtype": "bfloat16",
         "max_model_len": 512,
         "max_num_seqs": 8,

@@ -227,6 +227,8 @@ def _key(prefix: list[str], location: tuple[int | str, ...]) -> str:
         "dpo",
         "none",
         "on_policy",
+        "vllm",
+        "attach",
         "w8a8_int8_dynamic",
         "w8a8_int8_static",
         "w4a16",

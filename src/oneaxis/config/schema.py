@@ -468,6 +468,7 @@ Quantize = Annotated[QuantizeNone | QuantizeInt8 | QuantizeInt4 | QuantizeFp8, F
 class Serve(Section):
     """The vLLM engine. It listens on 127.0.0.1 only."""
 
+    kind: Literal["vllm"]
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
     max_model_len: Annotated[int, Field(ge=64)]
     max_num_seqs: Count
@@ -485,6 +486,27 @@ class Serve(Section):
     """Of an engine that is killed from outside while it starts; one that dies later, or by its settings, stays dead."""
     engine_args: dict[str, Any]
     """Further arguments of `vllm serve`, by their names in Python (`swap_space: 4`), checked in the realised config."""
+
+
+class ServeAttach(Section):
+    """A server that runs already: it is asked what it runs, and never stopped."""
+
+    kind: Literal["attach"]
+    base_url: Annotated[str, Field(pattern=r"^https?://[^/\s?#@]+(/[^\s?#@]*)?$")]
+    """Such as http://127.0.0.1:8000, without `/v1`; no user or password in it."""
+    model: str | None
+    """The name that requests give; null: the only one that `/v1/models` lists."""
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None
+    """Name of the environment variable that holds the key; the key itself is never stored."""
+    max_model_len: Annotated[int, Field(ge=64)]
+    """Requests are held to this; the server's own may be larger."""
+    max_num_seqs: Count
+    """Requests in flight while it scores."""
+    start_timeout_s: Positive
+    """How long a server that is loading is waited for."""
+
+
+ServeSection = Serve | ServeAttach
 
 
 # --- draft -> make_draft, serve, sweep ---------------------------------------------------------------------------
@@ -1092,7 +1114,7 @@ class Config(BaseModel):
     quantize: Quantize
     draft: Draft
     split: Split
-    serve: Serve
+    serve: Annotated[ServeSection, Field(discriminator="kind")]
     load: Load
     score: Score
     report: Report
@@ -1100,6 +1122,15 @@ class Config(BaseModel):
     guards: Guards
     experiment: Experiment
     gate: Gate
+
+    @model_validator(mode="after")
+    def _engines_of_ours(self) -> "Config":
+        if self.serve.kind == "attach":
+            for name, kind in (("draft", self.draft.kind), ("split", self.split.kind)):
+                if kind != "none":
+                    raise ValueError(f"{name}.kind is {kind} with serve=attach, whose engine is started by another; "
+                                     f"allowed: {name}=none, or serve=vllm")  # fmt: skip
+        return self
 
     @model_validator(mode="after")
     def _requests_fit_the_engine(self) -> "Config":

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from oneaxis.config.schema import Draft, Serve
+from oneaxis.config.schema import Draft, ServeSection
 from oneaxis.errors import UserError
 
 ARGUMENT = "speculative_config"
 
 
-def speculating(serve: Serve, draft: Draft, checkpoint: Path) -> Serve:
+def speculating(serve: ServeSection, draft: Draft, checkpoint: Path) -> ServeSection:
     """The `serve` section with the engine argument that `draft` stands for.
 
     Args:
@@ -18,7 +18,7 @@ def speculating(serve: Serve, draft: Draft, checkpoint: Path) -> Serve:
     Raises:
         UserError: the engine is also told by `serve.engine_args` how to guess.
     """
-    if draft.kind == "none":
+    if draft.kind == "none" or serve.kind == "attach":
         return serve
     if ARGUMENT in serve.engine_args:
         raise UserError(f"serve.engine_args.{ARGUMENT}: draft={draft.kind} sets this; allowed: one of them")

@@ -375,6 +375,8 @@ def exclusive_device(
     problems = []
     if not lease:
         problems.append("the device was not held: another run may have used it")
+    elif lease["exclusive"] is None:
+        problems.append(f"{lease['device']} is on another machine: that nobody else used it is unproven")
     elif not lease["exclusive"]:
         problems.append(f"{lease['device']} was shared with other runs")
     evidence = {"device": lease["device"] if lease else None, "exclusive": bool(lease and lease["exclusive"])}

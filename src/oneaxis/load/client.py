@@ -22,7 +22,7 @@ import math
 import re
 import ssl
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -167,6 +167,7 @@ async def send_all(
     alive: Callable[[], bool],
     ended: Callable[[], object] = lambda: None,
     until_s: float = math.inf,
+    headers: Mapping[str, str] | None = None,
 ) -> list[Record]:
     """Send each request at its moment, counted from now, and return the records when all have ended, in their order.
 
@@ -175,10 +176,11 @@ async def send_all(
         alive: whether the engine's process is there, asked when a connection fails.
         ended: called as each request ends.
         until_s: in closed loop, no user sends after this; requests that were never sent have no record.
+        headers: more of them, for each request: a key, where one is needed.
     """
     where = await _address(base_url)
     started = time.perf_counter()
-    sending = _Sending(where, started, timeout_s, alive, ended)
+    sending = _Sending(where, started, timeout_s, alive, ended, headers or {})
     open_loop = [(index, request) for index, request in enumerate(requests) if request.intended_s is not None]
     users: dict[tuple[str, int | None], list[tuple[int, Request]]] = {}
     for index, request in enumerate(requests):
@@ -278,8 +280,15 @@ class _Sending:
     """The requests under way, and what became of those that ended."""
 
     def __init__(
-        self, where: _Address, started: float, timeout_s: float, alive: Callable[[], bool], ended: Callable[[], object]
+        self,
+        where: _Address,
+        started: float,
+        timeout_s: float,
+        alive: Callable[[], bool],
+        ended: Callable[[], object],
+        headers: Mapping[str, str],
     ) -> None:
+        self.headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.where, self.started, self.timeout_s, self.alive, self.ended = where, started, timeout_s, alive, ended
         self.loop = asyncio.get_running_loop()
         self.outcomes: dict[int, tuple[Record, _Answer | None]] = {}
@@ -313,7 +322,7 @@ class _Sending:
         head = (
             f"POST {self.where.path} HTTP/1.1\r\nHost: {self.where.name}:{self.where.port}\r\n"
             f"Content-Type: application/json\r\nAccept: text/event-stream\r\nConnection: close\r\n"
-            f"X-Request-Id: {request.request_id}\r\nContent-Length: {len(request.body)}\r\n\r\n"
+            f"{self.headers}X-Request-Id: {request.request_id}\r\nContent-Length: {len(request.body)}\r\n\r\n"
         )
         answer = _Answer(head.encode() + request.body, self.loop.create_future())
         connected = False

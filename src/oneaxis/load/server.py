@@ -133,6 +133,8 @@ class Target(Protocol):
 
     base_url: str
     model_name: str
+    headers: Mapping[str, str]
+    """Sent with every request: a key, where one is needed."""
 
     def alive(self) -> bool:
         """Whether its process is there."""
@@ -142,13 +144,15 @@ class Target(Protocol):
 
 
 async def read_page(target: Target, session: aiohttp.ClientSession) -> str:
-    """The server's Prometheus page.
+    """The server's Prometheus page; empty where it has none.
 
     Raises:
         RunError: when the engine is gone, or does not answer.
     """
     try:
         async with session.get(f"{target.base_url}/metrics", timeout=aiohttp.ClientTimeout(total=30)) as response:
+            if response.status == 404:
+                return ""
             response.raise_for_status()
             return await response.text()
     except (aiohttp.ClientError, OSError) as error:

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +85,7 @@ async def run_cells(target: Target, plan: Plan, duration_s: float, timeout_s: fl
     histograms: list[dict[str, Any]] = []
     started = time.perf_counter()
     keys = ["level"] if plan.together else ["shape", "level"]
-    async with _open_session() as session:
+    async with _open_session(target.headers) as session:
         with tqdm(total=plan.arrivals.height, desc="sweep", unit="request", file=sys.stderr) as bar:
             for key, arrivals in plan.arrivals.group_by(keys, maintain_order=True):
                 bar.set_description(f"sweep {' '.join(map(str, key))}")
@@ -136,10 +136,12 @@ async def run_cells(target: Target, plan: Plan, duration_s: float, timeout_s: fl
     )
 
 
-def _open_session() -> aiohttp.ClientSession:
+def _open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
     """For the server's own pages; requests have connections of their own."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None)
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers=headers,
     )
 
 
@@ -157,7 +159,15 @@ async def _watched(
         RunError: when the engine died, also when it is seen only after the last request.
     """
     load = asyncio.create_task(
-        send_all(target.base_url, requests, timeout_s=timeout_s, alive=target.alive, ended=ended, until_s=until_s)
+        send_all(
+            target.base_url,
+            requests,
+            timeout_s=timeout_s,
+            alive=target.alive,
+            ended=ended,
+            until_s=until_s,
+            headers=target.headers,
+        )
     )
     try:
         while not load.done():

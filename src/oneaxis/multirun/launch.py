@@ -77,7 +77,7 @@ def check_launcher(conf_dir: Path, launcher_overrides: Sequence[str], configs: S
     if name == "submitit_slurm" and shutil.which("sbatch") is None:
         raise UserError("hydra/launcher=submitit_slurm: no sbatch on the PATH; allowed: a host that submits to Slurm")
     side_by_side = name != "basic" and not (name == "joblib" and settings.n_jobs == 1)
-    ports = sorted({config.serve.port for config in configs} - {0})
+    ports = sorted({config.serve.port for config in configs if config.serve.kind == "vllm"} - {0})
     if side_by_side and len(configs) > 1 and ports:
         raise UserError(f"serve.port={ports[0]}: jobs run side by side under hydra/launcher={name}, and one port takes "
                         "one engine; allowed: 0 (a free port each), or hydra/launcher=basic")  # fmt: skip

@@ -3,6 +3,7 @@
 A section whose stage did not run says so; a plot whose table is missing is left out.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from oneaxis.report.facts import SCORERS, cells
 from oneaxis.report.plots import Plot
 from oneaxis.report.results import STAGES, Results
 from oneaxis.report.tables import Table
+from oneaxis.serve.realised import realised_table
 
 
 @dataclass
@@ -203,25 +205,50 @@ def realised(results: Results) -> Section:
     if not document:
         section.absent = "serve did not run."
         return section
-    asked, resolved = document.get("asked") or {}, document.get("resolved") or {}
-    names = list(dict.fromkeys([*asked, *resolved]))
-    rows = [[name, text.value_text(asked[name]) if name in asked else text.NONE,
-             text.value_text(resolved[name]) if name in resolved else text.NONE] for name in names]  # fmt: skip
+    table = realised_table(document)
     found = differences(results)
     section.lead += f" {len(found)} differ." if found else " Nothing differs."
     if found:
         section.tables.append(Table(("Difference",), [[line] for line in found], "l", tones=["bad"] * len(found)))
-    section.tables.append(Table(("Setting", "asked", "runs"), rows, "lll", caption="Asked and realised",
-                                folded=len(rows) > 14))  # fmt: skip
-    wishes = document.get("checkpoint") or {}
-    if wishes:
-        section.tables.append(Table(("The checkpoint's config.json", "says"),
-                                    [[key, text.value_text(value)] for key, value in wishes.items()], "ll",
-                                    caption="The checkpoint's wishes", folded=True))  # fmt: skip
-    cold = results.observed("serve").get("cold_start") or {}
+    unverified = table.filter(pl.col("verdict") == "unverified")["setting"].to_list()
+    if unverified:
+        section.lead += f" The engine does not tell {', '.join(unverified)}: unverified."
+    rows = [
+        [setting, *(text.NONE if value is None else text.value_text(json.loads(value)) for value in values), verdict]
+        for setting, *values, verdict in table.iter_rows()
+    ]
+    tones = ["bad" if row[-1].startswith("differs") else "" for row in rows]
+    section.tables.append(Table(("Setting", "asked", "runs", "the checkpoint wishes", ""), rows, "llllw", tones=tones,
+                                caption="Asked, realised, wished", folded=len(rows) > 14))  # fmt: skip
+    observed = results.observed("serve")
+    cold = observed.get("cold_start") or {}
     if cold:
         section.tables.append(Table(("Phase", "value"), _cold_start(cold), "lr", caption="Cold start", folded=True))
+    section.tables += _starts(results)
     return section
+
+
+def _starts(results: Results) -> list[Table]:
+    """How each stage came to its engine, where that was not one start in a process of its own."""
+    rows = []
+    for stage in ("serve", "sweep", "score"):
+        observed = results.observed(stage)
+        how, restarts = observed.get("start"), observed.get("restarts") or []
+        if restarts or how not in (None, "cold"):
+            waited = (observed.get("cold_start") or {}).get("total_s", observed.get("waited_s"))
+            seconds = text.NONE if waited is None else text.seconds(float(waited))
+            rows.append([stage, STARTS.get(str(how), str(how)), seconds, "; ".join(restarts) or "none"])
+    if not rows:
+        return []
+    return [Table(("Stage", "its engine", "ready after", "restarts"), rows, "llrw", caption="Engine starts",
+                  tones=["bad" if row[-1] != "none" else "" for row in rows])]  # fmt: skip
+
+
+STARTS = {
+    "cold": "a process of its own",
+    "forked": "forked from a preloaded process",
+    "attached": "ran already",
+}
 
 
 def _cold_start(cold: Any, prefix: str = "") -> list[list[str]]:

@@ -41,7 +41,7 @@ async def _log_probabilities(engine: Any, targets: Sequence[Target], concurrency
     slots = asyncio.Semaphore(concurrency)
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     # The engine is on this machine: a proxy named by the environment must not come between.
-    async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=False, headers=engine.headers) as session:
         with tqdm(total=len(distinct), desc="score", unit="option") as progress:
 
             async def one(ids: tuple[int, ...]) -> list[float]:

@@ -25,7 +25,7 @@ from typing import Any
 import polars as pl
 
 from oneaxis.artifacts import read_json
-from oneaxis.config.schema import Score, Serve
+from oneaxis.config.schema import Score, ServeSection
 from oneaxis.errors import UserError
 from oneaxis.installed import engine_device
 from oneaxis.parts import folder_digest, found_or_made, open_parts
@@ -78,7 +78,7 @@ def score_checkpoint(
     checkpoint: Path,
     items: Sequence[Item],
     settings: Score,
-    serve: Serve,
+    serve: ServeSection,
     seed: int,
     *,
     log: Path,
@@ -147,7 +147,7 @@ def score_checkpoint(
 
 
 def encode_items(
-    checkpoint: Path, items: Sequence[Item], settings: Score, serve: Serve, seed: int
+    checkpoint: Path, items: Sequence[Item], settings: Score, serve: ServeSection, seed: int
 ) -> tuple[list[list[Context]], list[list[Encoded]]]:
     """Every context of every item, as text and as tokens of the checkpoint's tokenizer."""
     from oneaxis.checkpoint.load import load_tokenizer
@@ -181,7 +181,7 @@ def encode_items(
     return by_item, [[next(rest) for _ in own] for own in by_item]
 
 
-def max_tokens(checkpoint: Path, settings: Score, serve: Serve) -> int:
+def max_tokens(checkpoint: Path, settings: Score, serve: ServeSection) -> int:
     """The longest sequence that can be scored.
 
     Its last token is scored, not read: one more than the positions fits. Some models name no limit. vLLM generates one
@@ -200,7 +200,7 @@ def run_key(
     checkpoint: Path,
     by_item: Sequence[Sequence[Context]],
     settings: Score,
-    serve: Serve,
+    serve: ServeSection,
     seed: int,
     items_per_part: int,
 ) -> str:
@@ -312,7 +312,9 @@ def shown(contexts: Sequence[Context], task: str) -> dict[str, dict[str, Any]]:
 
 
 @contextmanager
-def _engine(checkpoint: Path, settings: Score, serve: Serve, log: Path, observed: dict[str, Any]) -> Iterator[Engine]:
+def _engine(
+    checkpoint: Path, settings: Score, serve: ServeSection, log: Path, observed: dict[str, Any]
+) -> Iterator[Engine]:
     """The engine that the settings name, while it runs; `observed` is filled when it ends."""
     if settings.engine == "transformers":
         yield _transformers(checkpoint, settings, observed)
@@ -360,16 +362,26 @@ def _transformers(checkpoint: Path, settings: Score, observed: dict[str, Any]) -
 
 
 @contextmanager
-def _vllm(checkpoint: Path, settings: Score, serve: Serve, log: Path, observed: dict[str, Any]) -> Iterator[Engine]:
+def _vllm(
+    checkpoint: Path, settings: Score, serve: ServeSection, log: Path, observed: dict[str, Any]
+) -> Iterator[Engine]:
     from oneaxis.score.remote import log_probabilities
-    from oneaxis.serve import running_engine
+    from oneaxis.serve import realised_config, serving
     from oneaxis.serve.preflight import cautions, cpu_flags
 
-    on_cpu = engine_device() == "cpu"
+    ours = serve.kind == "vllm"
+    on_cpu = ours and engine_device() == "cpu"
     for caution in cautions(read_json(checkpoint / "config.json"), cpu_flags=cpu_flags()) if on_cpu else []:
         raise UserError(f"score.engine='vllm': {caution}; allowed: transformers")
-    engine_settings = serve.model_copy(update={"dtype": settings.dtype})
-    with running_engine(checkpoint, engine_settings, log_path=log, observed=observed) as running:
+    engine_settings = serve.model_copy(update={"dtype": settings.dtype}) if ours else serve
+    with serving(checkpoint, engine_settings, log_path=log, observed=observed) as running:
+        if not ours:
+            realised = realised_config(running, checkpoint)
+            dtype = realised["resolved"].get("dtype")
+            if dtype not in (None, settings.dtype):
+                raise UserError(f"score.dtype={settings.dtype}: allowed: {dtype}, in which {running.base_url} computes")
+            # What the endpoint does not tell, the reader has to know.
+            observed["unverified"] = realised["unverified"]
         observed["score"] = {"score_s": 0.0}
 
         def score(targets: Sequence[Target]) -> list[list[float]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from oneaxis.config.schema import Serve
+from oneaxis.config.schema import Serve, ServeAttach, ServeSection
 from oneaxis.errors import UserError
 from oneaxis.installed import Device, engine_device
 from oneaxis.serve import launch
@@ -221,13 +221,13 @@ def single_process(settings: Serve, device: Device) -> bool:
     return device == "cpu" and "distributed_executor_backend" not in arguments and all(n == 1 for n in ranks)
 
 
-def num_gpus(settings: Serve) -> int:
-    """GPUs that the engine takes: one a rank; 0 where vLLM is built for the CPU.
+def num_gpus(settings: ServeSection) -> int:
+    """GPUs that the engine takes: one a rank; 0 where vLLM is built for the CPU, or where the engine is not ours.
 
     Raises:
         UserError: when vLLM is not installed.
     """
-    if engine_device() == "cpu":
+    if isinstance(settings, ServeAttach) or engine_device() == "cpu":
         return 0
     arguments = settings.engine_args
     kinds = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
@@ -292,6 +292,8 @@ def engine_environment(
         "VLLM_SERVER_DEV_MODE": "1",
         # The start is followed in the log.
         "VLLM_LOGGING_LEVEL": "INFO",
+        # With it a compiled engine's cache is not found again on a CPU.
+        "VLLM_USE_AOT_COMPILE": "0",
         "VLLM_LOGGING_COLOR": "0",
         "NO_COLOR": "1",
     }

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from oneaxis.config.schema import Serve
+from oneaxis.config.schema import ServeSection
 from oneaxis.errors import RunError
 from oneaxis.serve.metrics import parse_metrics
 
@@ -24,9 +24,11 @@ class Endpoint:
     """`http://127.0.0.1:PORT`, without `/v1`."""
     model_name: str
     """The name that requests give as `model`."""
-    settings: Serve
+    settings: ServeSection
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Sent with every request. May hold a secret: never printed, never stored."""
+    card: Mapping[str, Any] = field(default_factory=dict)
+    """What `/v1/models` says of the model, where that was asked."""
 
     def alive(self) -> bool:
         """Whether its processes are there; True where that cannot be seen."""
@@ -51,7 +53,7 @@ class Endpoint:
                 return ""
         except urllib.error.HTTPError as error:
             error.close()
-            return "503, loading" if error.code == 503 else f"HTTP {error.code}"
+            return "HTTP 503, still loading" if error.code == 503 else f"HTTP {error.code}"
         except urllib.error.URLError as error:
             refused = isinstance(error.reason, ConnectionRefusedError)
             return "does not listen" if refused else f"does not answer: {error.reason}"
@@ -95,6 +97,15 @@ class Endpoint:
     def metrics(self) -> dict[str, float]:
         """Every sample of `/metrics`, by `name{label="value",...}` with sorted labels (see `metric_total`)."""
         return parse_metrics(self.get("/metrics"))
+
+    def offers(self, path: str) -> str | None:
+        """The page at `path`; None where the server has no such page."""
+        try:
+            return self.get(path, timeout_s=120)
+        except RunError as error:
+            if "answered 404" in str(error) or "answered 405" in str(error):
+                return None
+            raise
 
     def server_info(self) -> dict[str, Any]:
         """`/server_info?config_format=json`: the engine's own configuration."""

@@ -24,8 +24,9 @@ import psutil
 from tqdm import tqdm
 
 from oneaxis import guard
-from oneaxis.config.schema import Serve
+from oneaxis.config.schema import Serve, ServeAttach, ServeSection
 from oneaxis.errors import RunError, UserError
+from oneaxis.serve.attach import attached_endpoint
 from oneaxis.serve.command import (
     Device,
     check_contradictions,
@@ -76,6 +77,7 @@ Start = Literal["cold", "forked"]
 class Engine(Endpoint):
     """A running engine of ours."""
 
+    settings: Serve
     port: int = 0
     log_path: Path = Path()
     device: Device = "cpu"
@@ -169,6 +171,23 @@ class EngineSpec:
     served_name: str = "oneaxis"
     environment: Mapping[str, str] = field(default_factory=dict)
     """Beside what `engine_environment` gives it: what a connector reads, and settings do not say."""
+
+
+@contextmanager
+def serving(
+    checkpoint: Path, settings: ServeSection, *, log_path: Path, observed: dict[str, Any], cold: bool = False
+) -> Iterator[Endpoint]:
+    """What the section `serve` says: an engine of ours for `checkpoint`, or a server that runs already.
+
+    Raises:
+        UserError, RunError: as `running_engine` or `attached_endpoint`.
+    """
+    if isinstance(settings, ServeAttach):
+        with attached_endpoint(settings, observed=observed) as endpoint:
+            yield endpoint
+    else:
+        with running_engine(checkpoint, settings, log_path=log_path, observed=observed, cold=cold) as engine:
+            yield engine
 
 
 @contextmanager

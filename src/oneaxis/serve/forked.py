@@ -84,6 +84,8 @@ class ForkedGuard:
             except OSError:
                 said = b""
             self.returncode = int(json.loads(said)["code"]) if said else -signal.SIGKILL
+            # Its own end follows its word.
+            select.select([self._pidfd], [], [], 10)
             os.close(self._pidfd)
             self._connection.close()
         return self.returncode

@@ -6,6 +6,7 @@ checkpoint's config.json turns the KV cache to FP8, weights stored for W4A8 run 
 engine's `/server_info` (with the labels of `vllm:cache_config_info`), and config.json.
 """
 
+import filecmp
 import json
 import math
 import os
@@ -13,8 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from oneaxis.config.schema import Serve
+import polars as pl
+
+from oneaxis.config.schema import Serve, ServeAttach
 from oneaxis.serve.command import Device, kv_cache_bytes, num_threads
+from oneaxis.serve.endpoint import Endpoint
 from oneaxis.serve.engine import Engine
 from oneaxis.serve.log import kernels
 from oneaxis.serve.metrics import info_labels
@@ -34,28 +38,42 @@ RENAMED = {
 """Arguments whose name is another, or not the only one, in the engine's configuration."""
 
 
-def realised_config(engine: Engine, checkpoint: Path) -> dict[str, Any]:
+def realised_config(engine: Endpoint, checkpoint: Path) -> dict[str, Any]:
     """Ask a running engine what it runs.
 
     Returns:
         `{asked, resolved, checkpoint, differences: [{key, asked, resolved, reason}], unverified, cautions}`: the same
-        for the same settings, checkpoint and machine. `unverified` names what was asked and the engine does not tell,
-        `cautions` what this machine computes otherwise than the checkpoint says.
+        for the same settings, checkpoint and machine. `unverified` names what was asked, or what a run relies on, and
+        the engine does not tell; `cautions` what this machine computes otherwise than the checkpoint says.
 
     Raises:
         RunError: when the engine does not answer.
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     generation, recipe = checkpoint / "generation_config.json", checkpoint / "recipe.json"
+    documents = {
+        "config": config,
+        "generation": json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {},
+        "recipe": json.loads(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {},
+    }
+    if isinstance(engine.settings, ServeAttach):
+        info, metrics = engine.offers("/server_info?config_format=json"), engine.offers("/metrics")
+        return compare_attached(
+            engine.settings,
+            card=engine.card,
+            server_info=json.loads(info) if info else None,
+            cache_labels=info_labels(metrics or "", "vllm:cache_config_info"),
+            same_checkpoint=_same_checkpoint(engine.card.get("root"), checkpoint),
+            **documents,
+        )
+    assert isinstance(engine, Engine)
     realised = compare(
         engine.settings,
         server_info=engine.server_info(),
         cache_labels=info_labels(engine.get("/metrics"), "vllm:cache_config_info"),
-        config=config,
-        generation=json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {},
-        recipe=json.loads(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {},
         kernels=kernels(engine.log_lines()),
         device=engine.device,
+        **documents,
     )
     for side in (realised["asked"], realised["resolved"]):
         guess = side.get("engine_args.speculative_config")
@@ -64,6 +82,115 @@ def realised_config(engine: Engine, checkpoint: Path) -> dict[str, Any]:
             side["engine_args.speculative_config"] = {**guess, "model": os.path.relpath(guess["model"])}
     realised["cautions"] = cautions(config, cpu_flags=cpu_flags()) if engine.device == "cpu" else []
     return realised
+
+
+def _same_checkpoint(root: Any, checkpoint: Path) -> bool | None:
+    """Whether a server was loaded from this checkpoint, or a copy; None when its files are not here to be compared."""
+    if not isinstance(root, str) or not Path(root).is_absolute() or not Path(root).is_dir():
+        return None
+    if Path(root).samefile(checkpoint):
+        return True
+    names = ["config.json", *sorted(path.name for path in checkpoint.glob("*.safetensors"))]
+    there = ["config.json", *sorted(path.name for path in Path(root).glob("*.safetensors"))]
+    return names == there and not filecmp.cmpfiles(checkpoint, root, names, shallow=False)[1]
+
+
+RELIED_ON = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_tokens", "prefix_caching", "enforce_eager",
+             "async_scheduling", "max_num_seqs", "max_num_batched_tokens", "vllm_version")  # fmt: skip
+"""What makes two runs comparable, and an attached server need not tell."""
+
+
+def compare_attached(
+    settings: ServeAttach,
+    *,
+    card: Mapping[str, Any],
+    server_info: Mapping[str, Any] | None,
+    cache_labels: Mapping[str, str],
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    same_checkpoint: bool | None,
+) -> dict[str, Any]:
+    """The comparison for a server of another's; see `realised_config`.
+
+    Nothing was asked of it but its model: what it resolved is recorded, so that two runs can be compared, and held to
+    what the checkpoint wishes.
+
+    Args:
+        card: of `/v1/models`. server_info: None where there is no such page. cache_labels: empty without `/metrics`.
+        same_checkpoint: whether it was loaded from this run's checkpoint; None when that cannot be seen.
+    """
+    wishes = checkpoint_wishes(config, generation)
+    differences: list[dict[str, Any]] = []
+    unverified: list[str] = []
+    if server_info is not None:
+        device: Device = "cpu" if "cpu" in str(server_info["vllm_config"].get("device_config")) else "gpu"
+        resolved = resolved_settings(server_info, cache_labels, device)
+        differences += _quantization(None, wishes, resolved)
+        if wishes["dtype"] and not _same(wishes["dtype"], resolved["dtype"]):
+            differences.append({"key": "serve.dtype", "asked": f"checkpoint: {wishes['dtype']}",
+                                "resolved": resolved["dtype"],
+                                "reason": "the engine does not compute in the checkpoint's dtype"})  # fmt: skip
+        differences += _garbage(resolved, device)
+        if wishes["kv_cache_scheme"] and recipe.get("kv") != "fp8":
+            differences.append(_scheme(wishes))
+    else:
+        labels = {"kv_cache_dtype": "cache_dtype", "prefix_caching": "enable_prefix_caching",
+                  "kv_cache_tokens": "kv_cache_size_tokens", "block_size": "block_size"}  # fmt: skip
+        resolved = {"max_model_len": card.get("max_model_len")}
+        resolved |= {name: _label(cache_labels, label, None) for name, label in labels.items() if label in cache_labels}
+    if same_checkpoint is None:
+        unverified.append("checkpoint")
+    elif not same_checkpoint:
+        differences.append({"key": "checkpoint", "asked": "this run's", "resolved": card.get("root"),
+                            "reason": "the endpoint was loaded from another checkpoint"})  # fmt: skip
+    unverified += [name for name in RELIED_ON if resolved.get(name) is None and name != "quantization"]
+    if server_info is None:
+        unverified.append("quantization")
+    return {
+        "asked": {"model": card["id"], "max_model_len": settings.max_model_len},
+        "resolved": {"model": card["id"], **resolved},
+        "checkpoint": wishes,
+        "differences": differences,
+        "unverified": unverified,
+        "cautions": [],
+    }
+
+
+def realised_table(document: Mapping[str, Any]) -> pl.DataFrame:
+    """Every setting in one place: what was asked, what runs, what the checkpoint wishes, and what that means.
+
+    Returns:
+        Columns `setting`, `asked`, `resolved`, `checkpoint` (JSON; null where nothing was said) and `verdict`: `as
+        asked`, `not asked`, `unverified`, or `differs: ` and why. Those that differ come first.
+    """
+    asked, resolved, wishes = document["asked"], document["resolved"], document.get("checkpoint") or {}
+    wished = {
+        "dtype": wishes.get("dtype"),
+        "quantization": wishes.get("quantization_config"),
+        "kv_cache_dtype": wishes.get("kv_cache_scheme"),
+        **{f"sampling.{name}": value for name, value in (wishes.get("sampling_defaults") or {}).items()},
+    }
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for difference in document["differences"]:
+        key = difference["key"].removeprefix("serve.")
+        found.setdefault("quantization" if key == "checkpoint.quantization_config" else key, []).append(difference)
+    unverified = {name.removeprefix("serve.") for name in document.get("unverified", [])}
+    rows = []
+    for name in dict.fromkeys([*found, *asked, *resolved, *wished, *sorted(unverified)]):
+        verdict = "as asked" if name in asked else "not asked"
+        if name in unverified:
+            verdict = "unverified"
+        if name in found:
+            verdict = "differs: " + "; ".join(str(difference["reason"]) for difference in found[name])
+        # A difference may be in what follows from what was asked, or wished: it has its own two sides.
+        sides = found[name][0] if name in found else {}
+        values = [asked.get(name, sides.get("asked")), resolved.get(name, sides.get("resolved")), wished.get(name)]
+        rows.append([name, *(None if value is None else json.dumps(value) for value in values), verdict])
+    return pl.DataFrame(rows, schema=TABLE_SCHEMA, orient="row")
+
+
+TABLE_SCHEMA = pl.Schema({name: pl.String() for name in ("setting", "asked", "resolved", "checkpoint", "verdict")})
 
 
 def compare(
@@ -110,7 +237,8 @@ def compare(
         differ("serve.dtype", f"auto (checkpoint: {wishes['dtype']})", resolved["dtype"],
                "the engine does not compute in the checkpoint's dtype")  # fmt: skip
 
-    differences += _quantization(settings, wishes, resolved)
+    differences += _quantization(settings.engine_args.get("quantization"), wishes, resolved)
+    differences += _garbage(resolved, device)
     asked_kv = (recipe or {}).get("kv") == "fp8" and wishes["kv_cache_scheme"] is not None
     differences += _kv_cache(settings, wishes, resolved, config, asked_for=asked_kv)
     return {
@@ -189,10 +317,18 @@ def checkpoint_wishes(config: Mapping[str, Any], generation: Mapping[str, Any]) 
     }
 
 
-def _quantization(settings: Serve, wishes: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Differences between the checkpoint's quantisation and the engine's."""
+def _garbage(resolved: Mapping[str, Any], device: Device) -> list[dict[str, Any]]:
+    """A KV cache that vLLM 0.32 takes on a CPU and computes garbage with (13.8 nats a token where 2.7 are due)."""
+    dtype = str(resolved["kv_cache_dtype"])
+    if device != "cpu" or not dtype.startswith("int8"):
+        return []
+    return [{"key": "serve.kv_cache_dtype", "asked": dtype, "resolved": "garbage",
+             "reason": "vLLM takes this KV cache on a CPU, and its answers are garbage"}]  # fmt: skip
+
+
+def _quantization(asked: Any, wishes: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Differences between the checkpoint's quantisation and the engine's; `asked`: `engine_args.quantization`."""
     quantization, runs = wishes["quantization_config"] or {}, resolved["quantization"]
-    asked = settings.engine_args.get("quantization")
     method = quantization.get("quant_method")
     differences = []
     if asked is None and not _same(method, runs):
@@ -224,10 +360,7 @@ def _kv_cache(
     """
     differences = []
     if wishes["kv_cache_scheme"] and settings.kv_cache_dtype == "auto" and not asked_for:
-        scheme = wishes["kv_cache_scheme"]
-        bits = f"{scheme.get('type', '?')}{scheme.get('num_bits', '')}"
-        differences.append({"key": "serve.kv_cache_dtype", "asked": "auto", "resolved": f"kv_cache_scheme {bits}",
-                            "reason": "the checkpoint's config.json sets the KV cache"})  # fmt: skip
+        differences.append(_scheme(wishes))
     automatic = "fp8" if asked_for else resolved["dtype"]
     dtype = automatic if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
     per_token = kv_bytes_per_token(dict(config), DTYPE_BYTES.get(dtype, math.nan))
@@ -241,6 +374,13 @@ def _kv_cache(
             differences.append({"key": "kv_cache_tokens", "asked": expected, "resolved": tokens,
                                 "reason": f"{gib:g} GiB of {dtype} keys and values hold another number"})  # fmt: skip
     return differences
+
+
+def _scheme(wishes: Mapping[str, Any]) -> dict[str, Any]:
+    scheme = wishes["kv_cache_scheme"]
+    bits = f"{scheme.get('type', '?')}{scheme.get('num_bits', '')}"
+    return {"key": "serve.kv_cache_dtype", "asked": "auto", "resolved": f"kv_cache_scheme {bits}",
+            "reason": "the checkpoint's config.json sets the KV cache"}  # fmt: skip
 
 
 def _label(labels: Mapping[str, str], name: str, otherwise: Any) -> Any:

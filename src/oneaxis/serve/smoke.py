@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from oneaxis.errors import RunError
-from oneaxis.serve.engine import Engine
+from oneaxis.serve.endpoint import Endpoint
 
 PROMPTS = (
     "The capital of France is",
@@ -19,7 +19,7 @@ QUESTION = "Name three colours."
 MAX_TOKENS = 16
 
 
-def smoke_answers(engine: Engine, checkpoint: Path) -> list[dict[str, Any]]:
+def smoke_answers(engine: Endpoint, checkpoint: Path) -> list[dict[str, Any]]:
     """One greedy completion for each prompt, and one chat answer when the tokenizer has a chat template.
 
     Returns:
@@ -40,7 +40,7 @@ def smoke_answers(engine: Engine, checkpoint: Path) -> list[dict[str, Any]]:
         answers.append(read_answer("chat", QUESTION, reply))
     if not any(answer["text"].strip() for answer in answers):
         raise RunError(f"the engine's answers are all empty: {len(answers)} greedy requests gave no text; "
-                       f"log: {engine.log_path}")  # fmt: skip
+                       f"{engine.where()}")  # fmt: skip
     return answers
 
 
