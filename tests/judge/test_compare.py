@@ -433,6 +433,17 @@ def test_a_load_that_the_stage_waited_for_is_a_warning(timed_arms: Callable[...,
     assert any("load average 3.2 on 2 CPUs as sweep began, just after it had waited" in w for w in verdict.warnings)
 
 
+def test_engines_that_were_not_started_alike_are_a_warning(timed_arms: Callable[..., Arms]) -> None:
+    arms = timed_arms()
+    for arm in arms:
+        every(arm, "sweep.provenance.json", lambda p: p["observed"].update(start="forked"))
+    assert not any("started alike" in said for said in judged(arms).warnings)
+    every(arms[1][:1], "sweep.provenance.json", lambda p: p["observed"].update(start="cold"))
+    verdict = judged(arms)
+    assert verdict.decision == "accept", verdict.reasons
+    assert "sweep's engines were not started alike (cold, forked)" in verdict.warnings
+
+
 def test_cold_start_is_a_timing_of_serve(timed_arms: Callable[..., Arms]) -> None:
     arms = timed_arms(metric="serve/cold_start_s")
     assert judged(arms, "serve/cold_start_s").decision == "accept"

@@ -1,11 +1,12 @@
 """Asked against resolved, on documents laid out by hand after those of vLLM 0.32."""
 
 import copy
+import json
 from typing import Any
 
 import pytest
 
-from oneaxis.serve.realised import compare
+from oneaxis.serve.realised import compare, realised_table
 from tests.serve.tiny import serve
 
 CONFIG: dict[str, Any] = {
@@ -186,3 +187,31 @@ def test_w4a8_runs_as_w4a16() -> None:
 def test_auto_dtype_that_is_not_the_checkpoints() -> None:
     result = found(settings={"dtype": "auto"}, config={"dtype": "float32"})
     assert keys(result) == ["serve.dtype"]
+
+
+def test_every_setting_stands_in_one_table() -> None:
+    """Asked, runs, wished and what that means, of each; what differs comes first."""
+    quantization = {"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_SCHEME}
+    document = found(
+        settings={"engine_args": {"async_scheduling": True, "chat_template_content_format": "string"}},
+        config={"quantization_config": quantization},
+        info={"model_config.quantization": "compressed-tensors"},
+    )
+    rows = {row["setting"]: row for row in realised_table(document).iter_rows(named=True)}
+    assert set(document["asked"]) | set(document["resolved"]) <= set(rows)
+    assert [name for name, row in rows.items() if row["verdict"].startswith("differs: ")] == list(rows)[:2]
+    assert rows["engine_args.async_scheduling"] == {
+        "setting": "engine_args.async_scheduling", "asked": "true", "resolved": "false", "checkpoint": None,
+        "verdict": "differs: the engine resolved it otherwise",
+    }  # fmt: skip
+    cache = rows["kv_cache_dtype"]
+    assert (cache["asked"], cache["resolved"], json.loads(cache["checkpoint"])) == ('"auto"', '"auto"', FP8_SCHEME)
+    assert cache["verdict"] == "differs: the checkpoint's config.json sets the KV cache"
+    assert rows["dtype"]["checkpoint"] == '"bfloat16"'
+    assert (rows["dtype"]["verdict"], rows["block_size"]["verdict"]) == ("as asked", "not asked")
+    assert rows["engine_args.chat_template_content_format"]["verdict"] == "unverified"
+    assert rows["sampling.temperature"]["checkpoint"] == "0.6"
+
+
+def test_a_cache_of_garbage_is_a_difference_on_a_cpu() -> None:
+    assert keys(found(labels={"cache_dtype": "int8_per_token_head"})) == ["serve.kv_cache_dtype"]

@@ -394,6 +394,10 @@ def same_conditions(arms: Arms, stage: str, timed: bool) -> Finding:
     commits = {_provenance(record, stage).get("git", {}).get("commit") for record in records} - {None}
     if len(commits) > 1:
         problems.append(Problem("warning", f"{stage} ran from {len(commits)} different commits"))
+    starts = sorted({str(_provenance(record, stage).get("observed", {}).get("start", "")) for record in records} - {""})
+    if len(starts) > 1:
+        # The stage that times the start itself never forks, so this touches what is measured after the warm-up only.
+        problems.append(Problem("warning", f"{stage}'s engines were not started alike ({', '.join(starts)})"))
     return Finding(14, {"runs": len(records), "facts_compared": len(first)}, problems)
 
 
