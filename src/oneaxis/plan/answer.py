@@ -151,7 +151,8 @@ def draw(answer: Answer, path: Path) -> None:
             known = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
             axes.plot(*zip(*known, strict=True), label=name, color=colors[place % 6], linestyle=styles[place % 6],
                       marker="o", markersize=3)  # fmt: skip
-        axes.set(xlabel=answer.curve.x, ylabel=answer.curve.y, title=answer.formula)
+        axes.set(xlabel=answer.curve.x, ylabel=answer.curve.y)
+        axes.set_title(answer.formula, fontsize=9, loc="left")
         if answer.curve.log_x:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")

@@ -530,6 +530,7 @@ def plan_state(options: argparse.Namespace) -> Answer:
     found = rounding_errors(decay, sizes["tokens"], sizes["width"], options.dtype, windows, seed)
     replayed = replay_against_copies(decay, 200, sizes["width"], sizes["drafts"], accept, 16, seed)
     rows = [asdict(one) for one in found]
+    by_root = [found[0].error * found[0].expected / one.expected for one in found]
     return Answer(
         "state", "S_t = a S_{t-1} + k_t v_t^T, rounded at the end of every window",
         {"decay": decay, **sizes, "accept": accept, "dtype": options.dtype, "seed": seed},
@@ -543,7 +544,8 @@ def plan_state(options: argparse.Namespace) -> Answer:
         [Column("window", "fold every", "n"), Column("error", "error of outputs", ""), Column("gain", "less by", "x"),
          Column("expected", "sqrt(window)", "x")],
         rows, Curve("fold every, tokens", "RMS error by RMS output",
-                    {"measured": (windows, [row["error"] for row in rows])}, log_y=True),
+                    {"measured": (windows, [one.error for one in found]),
+                     "by sqrt(window)": (windows, by_root)}, log_y=True),
     )  # fmt: skip
 
 

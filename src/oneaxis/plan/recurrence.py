@@ -68,8 +68,8 @@ class Rounding:
     window: int
     error: float
     """RMS error by RMS output, over the second half of the tokens."""
-    gain: float
-    """By how much less than with rounding at every token."""
+    gain: float | None
+    """By how much less than with rounding at every token; None where there is no error."""
     expected: float
     """sqrt(window)."""
 
@@ -80,7 +80,8 @@ def rounding_errors(
     """Against the recurrence in float64.
 
     Raises:
-        UserError: a dtype that is not known, a decay outside 0 to 1, or fewer tokens than two windows.
+            raise UserError(f"dtype={dtype}: the state outgrows it; allowed: less decay, fewer tokens, or more bits")
+            the dtype.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: allowed: {', '.join(DTYPES)}")
@@ -93,13 +94,18 @@ def rounding_errors(
 
     def error(window: int) -> float:
         off_TV = (outputs(inputs, decay, DTYPES[dtype], window) - exact_TV)[half:]
-        return float(off_TV.square().mean().sqrt() / exact_TV[half:].square().mean().sqrt())
+        found = float(off_TV.square().mean().sqrt() / exact_TV[half:].square().mean().sqrt())
+        if not math.isfinite(found):
+            raise UserError(
+                f"dtype={dtype}: the state outgrows it; allowed: a smaller decay, fewer tokens, or more bits"
+            )
+        return found
 
     each_token = error(1)
     found = []
     for window in windows:
         own = each_token if window == 1 else error(window)
-        found.append(Rounding(window, own, each_token / own if own else math.inf, math.sqrt(window)))
+        found.append(Rounding(window, own, each_token / own if own else None, math.sqrt(window)))
     return found
 
 
