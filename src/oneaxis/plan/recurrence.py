@@ -94,12 +94,7 @@ def rounding_errors(
 
     def error(window: int) -> float:
         off_TV = (outputs(inputs, decay, DTYPES[dtype], window) - exact_TV)[half:]
-        found = float(off_TV.square().mean().sqrt() / exact_TV[half:].square().mean().sqrt())
-        if not math.isfinite(found):
-            raise UserError(
-                f"dtype={dtype}: the state outgrows it; allowed: a smaller decay, fewer tokens, or more bits"
-            )
-        return found
+        return float(off_TV.square().mean().sqrt() / exact_TV[half:].square().mean().sqrt())
 
     each_token = error(1)
     found = []
