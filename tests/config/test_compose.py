@@ -4,8 +4,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
-from oneaxis.config import STAGE_SECTIONS, compose, load_stage_config, read_params, render_params, write_params
+from oneaxis.config import (
+    STAGE_SECTIONS,
+    compose,
+    derived_paths,
+    load_stage_config,
+    read_params,
+    render_params,
+    write_params,
+)
 from oneaxis.errors import UserError
 
 
@@ -174,3 +183,19 @@ def test_dvc_depends_on_the_users_own_files_by_name(root: Path, tmp_path: Path) 
     _, paths, _ = load_stage_config(tmp_path, "prepare_data")
     assert paths["pairs_source"] == "my/pairs.jsonl"
     assert paths["items_source"] == paths["model_source"] == "data/SOURCES.md"
+
+
+def test_a_trace_is_a_file_that_the_sweep_depends_on(root: Path) -> None:
+    paths = derived_paths(compose(root / "conf", ["load=trace", "load.trace=/data/azure.csv"]).model_dump())
+    assert paths["load_source"] == "/data/azure.csv"
+    assert derived_paths(compose(root / "conf").model_dump())["load_source"] == "data/SOURCES.md"
+    stages = YAML(typ="safe").load((root / "dvc.yaml").read_text())["stages"]
+    assert "${paths.load_source}" in stages["sweep"]["deps"]
+
+
+def test_a_profile_sets_rates_only_where_requests_come_at_rates(root: Path) -> None:
+    rates = {
+        load: compose(root / "conf", [f"load={load}", "profile=tiny"]).load.rates_rps
+        for load in ("default", "ramp", "closed")
+    }
+    assert rates == {"default": [4.0, 8.0], "ramp": [4.0, 8.0], "closed": []}

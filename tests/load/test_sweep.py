@@ -21,9 +21,10 @@ from oneaxis.config.schema import Guards, Load, Search
 from oneaxis.errors import RunError
 from oneaxis.load.capacity import run_load
 from oneaxis.load.draws import DRAWS_SCHEMA, draw_answers
-from oneaxis.load.plan import Plan, draw_plan
-from oneaxis.load.summary import flat_metrics, judge, report_lines, summarise, summary_document
+from oneaxis.load.plan import Plan, draw_plan, due
+from oneaxis.load.summary import cache_block_tokens, flat_metrics, judge, report_lines, summarise, summary_document
 from oneaxis.load.sweep import Sweep, run_sweep
+from oneaxis.load.trace import TRACE_SCHEMA
 from tests.load.fake_server import Answer, FakeServer, fake_server
 
 HELD = {"device": "cpu 0-1", "exclusive": True, "waited_s": 0.0}
@@ -357,6 +358,23 @@ def project(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
     return folder
 
 
+ONE = {"rates_rps": [], "duration_s": 2.0}
+ARRIVALS: dict[str, dict[str, Any]] = {
+    "ramp": {"arrival": "ramp", "rates_rps": [2.0, 8.0], "duration_s": 2.0, "together": True},
+    "closed": ONE | {"arrival": "closed", "users": [3], "think_time_s": 0.1, "requests_per_user": 100},
+    "trace": ONE | {"arrival": "trace", "shapes": [], "trace": "t.csv", "trace_speed": [1.0]},
+    "shared": {
+        "arrival": "constant",
+        "duration_s": 2.0,
+        "shapes": [
+            {"name": "rag", "prompt_tokens": 300, "output_tokens": 3,
+             "shared_prefix": {"tokens": 260, "groups": 2, "share": 1.0}},
+            {"name": "plain", "prompt_tokens": 300, "output_tokens": {"distribution": "uniform", "min": 2, "max": 5}},
+        ],
+    },
+}  # fmt: skip
+
+
 @pytest.mark.slow
 def test_real_engine_clean_and_with_prompts_that_repeat(project: Path) -> None:
     from transformers import AutoTokenizer
@@ -386,8 +404,14 @@ def test_real_engine_clean_and_with_prompts_that_repeat(project: Path) -> None:
     copies = pl.Series("prompt_token_ids", [same] * one_shape.height, dtype=pl.List(pl.Int32))
     repeated = Plan(one_shape.with_columns(copies), again.warmups)
     limits = {"duration_s": load.duration_s, "timeout_s": load.request_timeout_s}
+    arrivals = {name: Load.model_validate(load.model_dump() | changes) for name, changes in ARRIVALS.items()}
+    trace = pl.DataFrame([(k, 0.4 * k, 20 + k, 3 + k % 3) for k in range(1, 5)], schema=TRACE_SCHEMA, orient="row")
+    plans = {
+        name: draw_plan(section, text, seed=2, session=name, repetition=0, trace=trace)
+        for name, section in arrivals.items()
+    }
     with running_engine(served, config.serve, log_path=project / "engine.log") as engine:
-        differences = realised_config(engine, served)["differences"]
+        realised = realised_config(engine, served)
         draws = draw_answers(engine, text[:16].tolist(), seed=3)
         sweep = run_sweep(engine, plan, **limits)
         cached = run_sweep(engine, repeated, **limits)
@@ -397,6 +421,8 @@ def test_real_engine_clean_and_with_prompts_that_repeat(project: Path) -> None:
         })  # fmt: skip
         keyed = {"seed": 0, "session": "c", "repetition": 0}
         probes, searched, capacities = run_load(engine, plan, searching, text, most_users=8, **keyed)
+        seen = {name: run_sweep(engine, plans[name], duration_s=2.0, timeout_s=20.0) for name in plans}
+    differences = realised["differences"]
 
     clean = {"load": load, "lease": HELD, "tenants": ALONE, "draws": draws}
     cells = summarise(sweep, load)
@@ -442,6 +468,19 @@ def test_real_engine_clean_and_with_prompts_that_repeat(project: Path) -> None:
     # Whole blocks only: up to 256 of 300 tokens at a block size of 128, for all requests but the first.
     assert summarise(cached, load)["prefix_hit_rate"][0] > 0.5
     assert "prefix cache" in found[0].reason
+
+    # However requests arrive, what was drawn is what was sent, and nothing is INVALID.
+    for name, section in arrivals.items():
+        of_cells = summarise(seen[name], section)
+        facts = clean | {"load": section, "cache_block_tokens": cache_block_tokens(realised)}
+        verdicts = judge(plans[name], seen[name], of_cells, differences, config.guards, **facts)
+        assert [(name, guard.reason) for guard in verdicts if not guard.valid] == []
+        assert of_cells["failed"].sum() == 0
+        assert of_cells["n"].sum() == due(plans[name], seen[name].requests).height
+    assert set(seen["closed"].requests["user"].to_list()) == {0, 1, 2}
+    assert seen["trace"].requests["output_tokens"].to_list() == [4, 5, 3, 4]
+    # Two blocks of 128 tokens of each prompt but the first of its group, by the server's own counter.
+    assert 0.3 < summarise(seen["shared"], arrivals["shared"])["prefix_hit_rate"][0] < 256 / 300
 
 
 @pytest.mark.slow

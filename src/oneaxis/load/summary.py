@@ -184,9 +184,9 @@ def judge(
 
 
 def cache_block_tokens(realised: Mapping[str, Any]) -> int | None:
-    """Tokens of a block of the engine's prefix cache (`realised_config`); None without a cache."""
+    """Tokens of a block of the engine's prefix cache (`realised_config`); None without a cache, or where it is untold."""
     resolved = realised["resolved"]
-    return resolved["block_size"] if resolved["prefix_caching"] else None
+    return resolved.get("block_size") if resolved.get("prefix_caching") else None
 
 
 def _sum(values: Sequence[float | None]) -> float | None:

@@ -74,7 +74,11 @@ def _load_lines(load: Load) -> list[tuple[str, str]]:
     names = [level_name(level) for level in levels(load)]
     if len({name.partition(" ")[2] for name in names}) == 1 and load.arrival in ("poisson", "constant", "gamma"):
         names = [*(name.partition(" ")[0] for name in names[:-1]), names[-1]]
-    words = [load.arrival, loop, f"{', '.join(names)} for {load.duration_s:g} s each"]
+    words = [
+        *([] if load.arrival == "closed" else [load.arrival]),
+        loop,
+        f"{', '.join(names)} for {load.duration_s:g} s each",
+    ]
     if load.together:
         words.append("all shapes at once")
     lines = [("Load", f"{', '.join(words)}; {each}")]
