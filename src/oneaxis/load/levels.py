@@ -49,12 +49,12 @@ def level_unit(label: str) -> str:
 
 
 def level_name(label: str) -> str:
-    """A level as a person reads it: `2 req/s`, `4 users`, `1 to 8 req/s`, `trace at 1x`."""
+    """A level as a person reads it: `2 req/s`, `4 users`, `1 to 8 req/s`, `speed 1x`."""
     numbers = [f"{float(number):g}" for number in re.findall(NUMBER, label)]
     if label.startswith("ramp"):
         return f"{numbers[0]} to {numbers[1]} req/s"
     if label.startswith("x"):
-        return f"trace at {numbers[0]}x"
+        return f"speed {numbers[0]}x"
     again = ", again" if label.endswith(AGAIN) else ""
     return f"{numbers[0]} {'user' if label.removesuffix(AGAIN) == 'u1' else level_unit(label)}{again}"
 

@@ -86,7 +86,9 @@ async def run_cells(target: Target, plan: Plan, duration_s: float, timeout_s: fl
     started = time.perf_counter()
     keys = ["level"] if plan.together else ["shape", "level"]
     async with _open_session(target.headers) as session:
-        with tqdm(total=plan.arrivals.height, desc="sweep", unit="request", file=sys.stderr) as bar:
+        with tqdm(
+            total=plan.arrivals["intended_s"].count() or None, desc="sweep", unit="request", file=sys.stderr
+        ) as bar:
             for key, arrivals in plan.arrivals.group_by(keys, maintain_order=True):
                 bar.set_description(f"sweep {' '.join(map(str, key))}")
                 level = str(key[-1])

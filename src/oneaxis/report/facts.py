@@ -68,7 +68,9 @@ def what_ran(results: Results) -> list[tuple[str, str]]:
 
 
 def _load_lines(load: Load) -> list[tuple[str, str]]:
-    loop = "closed loop, which shows no capacity" if load.arrival == "closed" else "open loop"
+    loop = f"{'closed' if load.arrival == 'closed' else 'open'} loop"
+    if load.arrival in ("closed", "ramp"):
+        loop += ", which shows no capacity"
     each = "; ".join(f"{shape.name} {_tokens(shape.prompt_tokens)} in / {_tokens(shape.output_tokens)} out"
                      for shape in load.shapes) or "lengths of the trace"  # fmt: skip
     names = [level_name(level) for level in levels(load)]
