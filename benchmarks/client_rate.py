@@ -7,8 +7,9 @@
 it read the request and sent each chunk. The client is on core 1, with all its processes. Requests come at even gaps,
 for `--seconds` a rate, each rate `--step` times the one before; after two rates in a row that it does not hold, a tool
 stops (guidellm, which takes a minute to start, goes through seven rates of 150 requests in one process). The tools take
-turns, in the reverse order in every other round. `--first 'chrt -f 10'` puts server and clients before all else on a
-machine that is not quiet. A rate is held when
+turns, in the reverse order in every other round. `--first COMMAND` starts server and clients by a command that puts them
+before all else on a machine that is not quiet (`chrt -f 10`; not for guidellm, whose processes then starve each other).
+A rate is held when
 
 - every answer was received whole;
 - the 99th percentile of the lag is under 5 ms: when the server read the k-th request, less k / rate, less the same of
@@ -270,7 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default="oneaxis,vllm,guidellm")
     parser.add_argument("--guidellm", default="/tmp/peer-guidellm/bin/guidellm", help="its command")
-    parser.add_argument("--first", default="", help="command that all is started by, such as 'nice -n -15'")
+    parser.add_argument("--first", default="", help="command that all is started by, such as 'chrt -f 10'")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--step", type=float, default=1.25)
