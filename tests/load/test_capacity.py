@@ -175,6 +175,7 @@ def test_what_the_probes_show() -> None:
     few = found_by(probe(2, 20, 20), probe(6, 17, 20))
     assert (few.rate_rps, few.rate_low_rps, few.rate_high_rps) == (2, None, None)
     assert (few.goodput_low_tok_s, few.goodput_high_tok_s) == (None, None)
+    assert few.reason == "too few requests to show either end (raise load.duration_s)"
     assert "the capacity is higher" in found_by(probe(2, 100), probe(4, 99)).reason
     assert "no rate that was probed" in found_by(probe(2, 10)).reason
     odd = found_by(probe(2, 100), probe(4, 88), probe(5, 95))

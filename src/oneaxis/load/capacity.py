@@ -234,6 +234,9 @@ def conclude(
         said.append(
             "a higher rate held where a lower one missed: the cells are short for their noise (load.duration_s)"
         )
+    if best is not None and high is not None and (sure is None or missed is None):
+        end = "either end" if sure is None and missed is None else "its lower end" if sure is None else "its upper end"
+        said.append(f"too few requests to show {end} (raise load.duration_s)")
     return Capacity(
         goodput_tok_s=best.goodput_tok_s if best else None,
         rate_rps=best.rate_rps if best else None,
