@@ -7,7 +7,7 @@
 it read the request and sent each chunk. The client is on core 1, with all its processes. Requests come at even gaps,
 for `--seconds` a rate, each rate `--step` times the one before; after two rates in a row that it does not hold, a tool
 stops (guidellm, which takes a minute to start, goes through seven rates of 150 requests in one process). The tools take
-turns, in the reverse order in every other round. `--first COMMAND` starts server and clients by a command that puts them
+turns, in the reverse order in every other round. `--first COMMAND` starts server and clients by one that puts them
 before all else on a machine that is not quiet (`chrt -f 10`; not for guidellm, whose processes then starve each other).
 A rate is held when
 
