@@ -318,7 +318,9 @@ def test_broken_weights_end_the_start_in_one_line(tiny_checkpoint: Path, tmp_pat
 def test_a_start_that_takes_too_long_is_ended(tiny_checkpoint: Path, tmp_path: Path) -> None:
     before = set(psutil.pids())
     with pytest.raises(RunError, match=r"not ready within serve\.start_timeout_s=0\.5"):
-        with running_engine(tiny_checkpoint, serve(start_timeout_s=0.5, threads=1), log_path=tmp_path / "engine.log"):
+        # Cold: still at its imports, where it ends at once.
+        with running_engine(tiny_checkpoint, serve(start_timeout_s=0.5, threads=1), log_path=tmp_path / "engine.log",
+                            cold=True):  # fmt: skip
             pass
     ours = [pid for pid in set(psutil.pids()) - before if _mentions(pid, str(tiny_checkpoint))]
     assert ours == []
