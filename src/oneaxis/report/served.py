@@ -234,6 +234,8 @@ def _bare(measured: Sequence[Cell]) -> list[list[str]]:
 
 DRAWN_CELLS = 4
 """In the timeline: of each shape the lowest and the highest level."""
+TOP, BOTTOM, BETWEEN = 0.75, 0.45, 0.75
+"""Inches of the timeline above, below and between its rows: legend, labels and titles."""
 
 
 @dataclass(frozen=True)
@@ -253,12 +255,17 @@ def timeline(cells: Sequence[Timeline], left_out: int) -> Plot:
     rows = -(-len(cells) // columns)
     sampled = any(cell.samples is not None for cell in cells)
     parts = (3.2, 1.2, 1.2, 0.9) if sampled else (1.0,)
+    height = TOP + BOTTOM + (rows - 1) * BETWEEN + rows * (2.9 if sampled else 1.1)
 
     def paint(canvas: Canvas) -> None:
-        grid = canvas.subfigures(rows, columns, squeeze=False)
+        # Placed by hand: the solver of a constrained layout gives nested panels other bytes from run to run.
+        canvas.set_layout_engine("none")
+        inner = (height - TOP - BOTTOM - (rows - 1) * BETWEEN) / rows
+        grid = canvas.add_gridspec(rows, columns, left=0.09, right=0.98, top=1 - TOP / height, bottom=BOTTOM / height,
+                                   hspace=BETWEEN / inner, wspace=0.16)  # fmt: skip
         for place, cell in enumerate(cells):
-            own = grid[place // columns][place % columns]
-            axes = own.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=parts).ravel()
+            own = grid[place // columns, place % columns].subgridspec(len(parts), 1, height_ratios=parts, hspace=0.3)
+            axes = list(own.subplots(sharex=True, squeeze=False).ravel())
             _bars(axes[0], cell)
             if cell.samples is not None:
                 _state(axes[1:], cell.samples, labels=place % columns == 0)
@@ -271,7 +278,7 @@ def timeline(cells: Sequence[Timeline], left_out: int) -> Plot:
         if sampled:
             handles += [Line2D([], [], color=SERIES[2], label="running"),
                         Line2D([], [], color=SERIES[3], linestyle=LINES[1], label="waiting")]  # fmt: skip
-        canvas.legend(handles=handles, loc="outside upper left", ncols=3)
+        canvas.legend(handles=handles, loc="upper left", ncols=3)
 
     most = max(len(cell.requests) for cell in cells)
     some = f" {DRAWN_REQUESTS} of up to {most:,} requests are drawn." if most > DRAWN_REQUESTS else ""
@@ -280,7 +287,7 @@ def timeline(cells: Sequence[Timeline], left_out: int) -> Plot:
     return draw("timeline", f"Timeline of every request in {len(cells)} cells, with the server's counters.{some}",
                 f"One line per request, in the order of arrival. Growing left parts: a queue builds up."
                 f"{below if sampled else ''}{some}",
-                paint, height=0.4 + rows * (3.6 if sampled else 1.6), width=5.6)  # fmt: skip
+                paint, height=height, width=5.6)  # fmt: skip
 
 
 def _bars(axes: Axes, cell: Timeline) -> None:
