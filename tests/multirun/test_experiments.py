@@ -31,9 +31,9 @@ def test_every_experiment_plans_at_both_sizes(root: Path, name: str) -> None:
     assert len(small.experiment["claims"]) == len(full.experiment["claims"]) > 0
     timed = any(kind_of(claim["metric"]) == "repetitions" for claim in full.experiment["claims"])
     assert (full.session == full.id) == timed
-    # A demonstration of what is INVALID needs no interval.
-    repeated = timed and "INVALID by" not in full.experiment["question"]
-    assert full.experiment["repetitions"] == (full.gate["min_pairs"] if repeated else 1)
+    # A demonstration of what is INVALID needs a difference to show, and no more.
+    pairs = 2 if "INVALID by" in full.experiment["question"] else full.gate["min_pairs"]
+    assert full.experiment["repetitions"] == (pairs if timed else 1)
     assert re.search(r"\d+ min.* on 2 cores", full.experiment["cost"])
 
 
