@@ -345,7 +345,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
     folder = tmp_path_factory.mktemp("project")
     config = compose(root / "conf", ["profile=tiny", "quantize=none", "load.duration_s=4",
                                      "load.warmup_requests=2", "guards.max_send_lag_p99_ms=500",
-                                     "guards.max_server_disagreement_ms=25"])  # fmt: skip
+                                     "guards.max_server_disagreement_ms=250"])  # fmt: skip
     write_params(config, folder)
     checkpoint = folder / derived_paths(config.model_dump())["served"]
     checkpoint.parent.mkdir(parents=True)
@@ -422,6 +422,15 @@ def test_real_engine_clean_and_with_prompts_that_repeat(project: Path) -> None:
         keyed = {"seed": 0, "session": "c", "repetition": 0}
         probes, searched, capacities = run_load(engine, plan, searching, text, most_users=8, **keyed)
         seen = {name: run_sweep(engine, plans[name], duration_s=2.0, timeout_s=20.0) for name in plans}
+        # Ten more, short ones, each with prompts and draws of its own.
+        short = load.model_copy(
+            update={"arrival": "constant", "rates_rps": [8.0], "duration_s": 0.5, "warmup_requests": 1}
+        )
+        clean_runs = []
+        for seed in range(10):
+            own = draw_plan(short, text, seed=seed, session="clean", repetition=seed)
+            drawn = draw_answers(engine, text[seed : seed + 16].tolist(), seed=100 * seed)
+            clean_runs.append((own, run_sweep(engine, own, duration_s=0.5, timeout_s=20.0), drawn))
     differences = realised["differences"]
 
     clean = {"load": load, "lease": HELD, "tenants": ALONE, "draws": draws}
@@ -443,6 +452,12 @@ def test_real_engine_clean_and_with_prompts_that_repeat(project: Path) -> None:
         assert cell["server_prompt_tokens"] == cell["n"] * shape.prompt_tokens
         assert cell["server_output_tokens"] == cell["n"] * shape.output_tokens
     assert [condition["prefix_cache_reset"] for condition in sweep.conditions] == [True, True]
+
+    for own, measured, drawn in clean_runs:
+        found = judge(own, measured, summarise(measured, short), differences, config.guards,
+                      **clean | {"load": short, "draws": drawn})  # fmt: skip
+        assert [guard for guard in found if not guard.valid] == []
+        assert measured.requests.height == 8
 
     # A search: the endpoints, the given rate, two that it chose, and one user again; every prompt its own.
     assert capacities is not None
