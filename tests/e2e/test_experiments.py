@@ -23,7 +23,8 @@ from oneaxis.multirun.record import job_folder, read_plan, read_status
 from tests.e2e.clone import clone
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = {"prefix_caching_repeated", "schemes_under_load", "speculation_ngram", "chunked_prefill"}
+ELSEWHERE = {"prefix_caching", "prefix_caching_repeated", "batch_limit", "schemes_under_load", "speculation_ngram",
+             "chunked_prefill"}  # fmt: skip
 """Only planned (tests/multirun/test_experiments.py), since a minute each is too much: other experiments run the same
 stages, and tests of the load and the engine run what is their own."""
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml") if path.stem not in ELSEWHERE)
@@ -43,9 +44,7 @@ SMALLER = {
     ],
     "preference_training": ["experiment.values=[none,dpo_tiny]"],
     "int8_dynamic": TIMED,
-    "prefix_caching": TIMED,
     "prefix_caching_hidden": TIMED,
-    "batch_limit": TIMED,
     "async_scheduling": TIMED,
     "speculation_draft": [*ONCE, "load.users=[1,2]", "experiment.values=[none,layers_tiny]"],
     # The default model is not for tests.
