@@ -67,8 +67,9 @@ def check_inputs(root: Path, config: Config) -> None:
     """Refuse what the schema cannot know to be wrong, before anything is written.
 
     Raises:
-        UserError: a file that is not there, a default task that does not exist, an argument that vLLM or TRL does not
-            have or that contradicts another setting; naming the key, the value and what is allowed.
+        UserError: a file that is not there, a trace that cannot be replayed, a default task that does not exist, an
+            argument that vLLM or TRL does not have or that contradicts another setting; naming the key, the value and
+            what is allowed.
     """
     if config.serve.kind == "vllm" and config.serve.engine_args:
         from oneaxis.serve.command import check_contradictions, check_engine_args, engine_device, known_arguments
@@ -100,6 +101,11 @@ def check_inputs(root: Path, config: Config) -> None:
                 table, f"data.{table}.source.path"
             )
             raise UserError(f"{key}={path}: no such file or folder; allowed: an existing one")
+    if config.load.trace:
+        from oneaxis.load.plan import check_fits
+        from oneaxis.load.trace import read_trace
+
+        check_fits(config.load, config.serve.max_model_len, read_trace(config.load.trace, root))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from oneaxis.config import (
     write_params,
 )
 from oneaxis.errors import UserError
+from oneaxis.pipeline import check_inputs
 
 
 def test_committed_params_are_the_composed_defaults(root: Path) -> None:
@@ -191,6 +192,24 @@ def test_a_trace_is_a_file_that_the_sweep_depends_on(root: Path) -> None:
     assert derived_paths(compose(root / "conf").model_dump())["load_source"] == "data/SOURCES.md"
     stages = YAML(typ="safe").load((root / "dvc.yaml").read_text())["stages"]
     assert "${paths.load_source}" in stages["sweep"]["deps"]
+
+
+def test_a_trace_is_read_before_anything_runs(root: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 20, "output_length": 4}\n', encoding="utf-8")
+    # A profile's own shapes give way to the trace's lengths.
+    config = compose(root / "conf", ["profile=tiny", "load=trace", f"load.trace={trace}"])
+    assert config.load.shapes == []
+    check_inputs(root, config)
+    with trace.open("a", encoding="utf-8") as file:
+        file.write('{"timestamp": 1, "input_length": -20, "output_length": 4}\n')
+    with pytest.raises(UserError, match=r"trace\.jsonl: line 2: input_length is -20; allowed: a whole number from 4"):
+        check_inputs(root, config)
+    folder = compose(root / "conf", ["profile=tiny", "load=trace", f"load.trace={tmp_path}"])
+    with pytest.raises(UserError, match="is a folder; allowed: a JSONL or CSV file"):
+        check_inputs(root, folder)
+    with pytest.raises(UserError, match=r"load: together is True and does nothing with arrival=trace.*allowed: false"):
+        compose(root / "conf", ["load=trace", f"load.trace={trace}", "load.together=true"])
 
 
 def test_a_profile_sets_rates_only_where_requests_come_at_rates(root: Path) -> None:

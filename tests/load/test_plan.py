@@ -245,7 +245,10 @@ def test_a_bad_row_of_a_trace_is_named(text: str, words: str, tmp_path: Path) ->
         ({"arrival": "ramp", "rates_rps": [1.0]}, "arrival=ramp needs two"),
         ({"arrival": "closed"}, "rates_rps is .* and does nothing with arrival=closed; allowed: \\[\\]"),
         ({"users": [3]}, "users is .* and does nothing"),
-        ({"arrival": "trace", "rates_rps": [], "trace": "x", "trace_speed": [1.0]}, "shapes, together"),
+        (
+            {"arrival": "trace", "rates_rps": [], "trace": "x", "trace_speed": [1.0]},
+            "shapes is 2 and does nothing with arrival=trace",
+        ),
         ({"classes": {"chat": {"ttft_ms": 1.0, "tpot_ms": 1.0}}}, "classes has chat, which no shape names"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from oneaxis.errors import UserError
 from oneaxis.load.client import REQUEST_SCHEMA
-from oneaxis.plan.compare import compare, conditional, read_run, require_same
+from oneaxis.plan.compare import compare, conditional, read_run, require_same, require_same_kind
 from oneaxis.plan.cost import bills, events_of_run, read_prices
 from oneaxis.plan.hardware import Device
 from oneaxis.plan.scored import candidate_of_run
@@ -43,8 +43,8 @@ def run_folder(tmp_path):
     (artifacts / "sweep.provenance.json").write_text(
         json.dumps({"hardware": HERE, "peak_rss_mib": 1000.0, "finished_at": "2026-01-01T00:00:00+00:00"})
     )
-    resolved = {"kv_cache_gib": 0.001, "block_size": 16, "kv_cache_tokens": 2096, "kv_cache_dtype": "auto",
-                "dtype": "bfloat16", "threads": 2, "speculative": False}  # fmt: skip
+    resolved = {"device": "cpu", "kv_cache_gib": 0.001, "block_size": 16, "kv_cache_tokens": 2096,
+                "kv_cache_dtype": "auto", "dtype": "bfloat16", "threads": 2, "speculative": False}  # fmt: skip
     (artifacts / "serve" / "realised.json").write_text(json.dumps({"resolved": resolved}))
     rows = [request("long", "r1", n, 10.0 * n, 0.5, tpot, 40, 11) for n, tpot in enumerate((0.02, 0.01, 0.04))]
     rows += [request("long", "r9", n, 0.1 * n, 0.5, 0.5, 40, 11) for n in range(3)]
@@ -144,6 +144,14 @@ def test_ceilings_of_another_machine_are_refused(run_folder):
     for change in ({"cpu": "Other"}, {"cpus": 64}):
         with pytest.raises(UserError, match="ran on Test CPU with 2 CPUs, and the ceilings are of"):
             require_same(run, HERE | change)
+
+
+def test_a_device_of_another_kind_is_refused(run_folder):
+    run = read_run(run_folder)
+    assert run.realised["device"] == "cpu"
+    require_same_kind(run, DEVICE)
+    with pytest.raises(UserError, match=r"ran on a CPU \(cpu\), and test is a GPU; allowed: --hardware of the device"):
+        require_same_kind(run, DEVICE.model_copy(update={"kind": "gpu"}))
 
 
 def test_a_run_that_has_not_served_is_refused(run_folder):

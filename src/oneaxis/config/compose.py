@@ -86,11 +86,14 @@ def _compose(
         group, _, choice = override.partition("=")
         if choice == "null" and (conf_dir / group).is_dir():
             raise UserError(f"{override}: {group} is a group; allowed: {_options(conf_dir / group)}")
-    # A profile sets rates without knowing how requests arrive: they are [] where a rate would do nothing.
+    # A profile sets rates and shapes without knowing how requests arrive: they are [] where they would do nothing.
     OmegaConf.register_new_resolver(
         "with_rates",
         lambda rates, *, _root_: rates if "rates_rps" in ARRIVAL_SETTINGS.get(_root_.load.arrival, ()) else [],
         replace=True,
+    )
+    OmegaConf.register_new_resolver(
+        "with_shapes", lambda shapes, *, _root_: [] if _root_.load.arrival == "trace" else shapes, replace=True
     )
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir.resolve())):

@@ -786,7 +786,7 @@ class Load(Section):
     together: bool
     """All shapes of a level at once, in one cell, each with its own arrivals; else one shape after the other."""
     rates_rps: list[Positive]
-    burstiness: Positive | None
+    burstiness: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None
     """Shape of the gamma distribution of the gaps, as in `vllm bench serve --burstiness`: 1 is Poisson, below 1 is
     burstier, above 1 more even. The coefficient of variation of the gaps is 1 / sqrt(burstiness)."""
     users: list[Count]
@@ -841,9 +841,13 @@ class Load(Section):
     @model_validator(mode="after")
     def _shapes_fit(self) -> "Load":
         if self.arrival == "trace":
-            if self.shapes or self.together or self.repeat_prompts:
-                raise ValueError("shapes, together and repeat_prompts do nothing with arrival=trace, which has its own "
-                                 "lengths; allowed: [], false and null")  # fmt: skip
+            idle = {"shapes": (self.shapes, "[]"), "together": (self.together, "false"),
+                    "repeat_prompts": (self.repeat_prompts, "null")}  # fmt: skip
+            for name, (value, allowed) in idle.items():
+                if value:
+                    said = len(self.shapes) if name == "shapes" else _said(value)
+                    raise ValueError(f"{name} is {said} and does nothing with arrival=trace, which has its own "
+                                     f"lengths; allowed: {allowed}")  # fmt: skip
         elif len(self.shapes) < 2:
             raise ValueError(f"shapes has {len(self.shapes)}; allowed: two at least, one prefill-heavy and one "
                              "decode-heavy, since one shape is half a result")  # fmt: skip

@@ -91,6 +91,8 @@ def _tokens(value: Any, where: str, least: int) -> int:
 
 def _rows(path: Path, where: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Line numbers from 1 and rows; a file that begins with `{` is JSONL, another one CSV with a head."""
+    if path.is_dir():
+        raise UserError(f"{where}: is a folder; allowed: a JSONL or CSV file")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -145,6 +145,19 @@ def require_same(run: Run, hardware: Mapping[str, Any]) -> None:
                         "measure on that machine, or --hardware NAME")  # fmt: skip
 
 
+def require_same_kind(run: Run, device: Device) -> None:
+    """Refuse to lay a run on a CPU beside a GPU's figures, and the other way round.
+
+    Raises:
+        UserError: naming both.
+    """
+    ran = str(run.realised.get("device") or "")
+    kind = "cpu" if ran.startswith("cpu") else "gpu"
+    if ran and kind != device.kind:
+        raise UserError(f"{run.results.folder}: its engine ran on a {kind.upper()} ({ran}), and {device.name} is a "
+                        f"{device.kind.upper()}; allowed: --hardware of the device that it ran on")  # fmt: skip
+
+
 def weights(run: Run) -> list[Compared]:
     """Bytes of the checkpoint's tensors."""
     files = sorted(run.checkpoint.glob("*.safetensors"))

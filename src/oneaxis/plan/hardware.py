@@ -7,7 +7,7 @@ hardware they are refused.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
@@ -31,6 +31,7 @@ class Device(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
+    kind: Literal["cpu", "gpu"] = "cpu"
     memory_bytes: Rate
     bandwidth_bytes_s: Rate
     """Of its memory."""

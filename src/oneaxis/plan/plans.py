@@ -12,7 +12,7 @@ from oneaxis.errors import UserError
 from oneaxis.names import model_name
 from oneaxis.plan import cost, serving, speculation
 from oneaxis.plan.answer import Answer, Column, Curve, Fact
-from oneaxis.plan.compare import ARITHMETIC, DTYPE_ARITHMETIC, compare, read_run, require_same
+from oneaxis.plan.compare import ARITHMETIC, DTYPE_ARITHMETIC, compare, read_run, require_same, require_same_kind
 from oneaxis.plan.hardware import HERE, Device, read_ceilings, read_device
 from oneaxis.plan.memory import fit
 from oneaxis.plan.model import Model, read_model
@@ -89,6 +89,8 @@ def _compared(options: argparse.Namespace, path: Path, only: str | None = None) 
             device = _device(options, run.threads)
             if options.hardware in (None, HERE):
                 require_same(run, hardware())
+            else:
+                require_same_kind(run, device)
             notes.append(f"ceilings: {device.name}")
     except UserError as error:
         # What needs no ceilings is said all the same, unless they were asked for or nothing is left.
