@@ -37,8 +37,9 @@ def project(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 
 
 def environment(project: Path) -> dict[str, str]:
+    # Without the preloaded engines of this session, so that the run has its own, which end with it.
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "ONEAXIS_PRELOADED"},
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(project / "src"),
     }
