@@ -29,6 +29,8 @@ ELSEWHERE = {"prefix_caching", "prefix_caching_repeated", "batch_limit", "scheme
 stages, and tests of the load and the engine run what is their own."""
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml") if path.stem not in ELSEWHERE)
 ONCE = ["experiment.repetitions=1"]
+# So small a model answers a user hundreds of times in a cell.
+MANY = ["load.requests_per_user=1000"]
 TIMED = [*ONCE, "load.rates_rps=[4.0]"]
 SMALLER = {
     "smoothquant_alpha": ["quantize.smooth.alpha=0.5,0.8"],
@@ -46,9 +48,15 @@ SMALLER = {
     "int8_dynamic": TIMED,
     "prefix_caching_hidden": TIMED,
     "async_scheduling": TIMED,
-    "speculation_draft": [*ONCE, "load.users=[1,2]", "experiment.values=[none,layers_tiny]"],
+    "speculation_draft": [*ONCE, *MANY, "load.users=[1,2]", "experiment.values=[none,layers_tiny]"],
     # The default model is not for tests.
-    "step_overhead": [*ONCE, "load.users=[1,2,4]", "experiment.axis=model.num_layers", "experiment.values=[2,3]"],
+    "step_overhead": [
+        *ONCE,
+        *MANY,
+        "load.users=[1,2,4]",
+        "experiment.axis=model.num_layers",
+        "experiment.values=[2,3]",
+    ],
     # Prompts longer than a block, so that a block moves.
     "prefill_decode_split": [*ONCE, "split.requests=3", "split.prompt_tokens=200", "split.output_tokens=8"],
 }

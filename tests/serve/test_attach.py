@@ -4,7 +4,6 @@ real engine that somebody else has started with settings that it keeps to itself
 import itertools
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from oneaxis.errors import RunError, UserError
 from oneaxis.serve import is_here, realised_config, realised_table, serving
 from oneaxis.serve.command import engine_command, engine_environment
 from oneaxis.serve.forked import fork_engine
-from oneaxis.serve.preflight import WIDE, cpu_flags
+from oneaxis.serve.preflight import WIDE, cpu_flags, reserve_port
 from tests.checkpoint.quantised import write_quantised
 from tests.quantize.checkpoints import scheme
 from tests.serve.tiny import random_llama, serve
@@ -200,8 +199,7 @@ def somebody_elses(checkpoint: Path, settings: Serve, folder: Path) -> Iterator[
     """A vLLM server that nobody has checked the settings of. Its address."""
     own = folder / "own"
     own.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port, holder = reserve_port(0)
     environment, _ = engine_environment(os.environ, settings, device="cpu", folder=own)
     command = engine_command(checkpoint, settings, served_name="theirs", port=port, device="cpu")
     with (folder / "theirs.log").open("wb") as log:
@@ -210,7 +208,10 @@ def somebody_elses(checkpoint: Path, settings: Serve, folder: Path) -> Iterator[
     try:
         yield f"http://127.0.0.1:{port}"
         assert process.poll() is None
+    except RunError as error:
+        raise AssertionError((folder / "theirs.log").read_text(encoding="utf-8")[-6000:]) from error
     finally:
+        holder.close()
         process.terminate()
         process.wait(20)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,8 +88,12 @@ def started(folder: Path, count: int = 1) -> list[int]:
 def owner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """This process as an owner of its own, not of the whole session's; the folder of its sockets."""
     monkeypatch.delenv(VARIABLE, raising=False)
-    with preloaded_engines():
-        yield Path(os.environ[VARIABLE])
+    # A folder is named by its owner, who is that of the session too. A socket's path must be short.
+    with tempfile.TemporaryDirectory(prefix="oa-") as apart:
+        monkeypatch.setattr(tempfile, "tempdir", apart)
+        with preloaded_engines():
+            yield Path(os.environ[VARIABLE])
+        monkeypatch.setattr(tempfile, "tempdir", None)
 
 
 def preloaded(folder: Path) -> list[psutil.Process]:

@@ -294,7 +294,9 @@ def realised_alike(baseline: Record, candidate: Record, axes: Sequence[Axis]) ->
     if followed:
         problems.append(Problem("warning", f"follows from the axis: {'; '.join(followed)}"))
     evidence = {"settings_compared": len(resolved[0].keys() | resolved[1].keys()), "follow_from_the_axis": followed}
-    return [Finding(3, evidence, problems), *_kv_capacity(resolved, serve_moved)]
+    # Another model has keys and values of another size.
+    capacity = [] if model_moved else _kv_capacity(resolved, serve_moved)
+    return [Finding(3, evidence, problems), *capacity]
 
 
 def _kv_capacity(resolved: Sequence[Mapping[str, Any]], serve_moved: set[str]) -> list[Finding]:
