@@ -22,6 +22,7 @@ from oneaxis.load.plan import (
     text_tokens,
 )
 from oneaxis.load.trace import read_trace
+from tests.load.sections import UNUSED
 
 TEXT = np.random.default_rng(7).integers(10, 400, size=3000).astype(np.int32)
 
@@ -35,15 +36,7 @@ def load(**changes: object) -> Load:
             {"name": "short", "prompt_tokens": 16, "output_tokens": 20},
         ],
         "rates_rps": [2.0, 6.0],
-        "together": False,
-        "burstiness": None,
-        "users": [],
-        "think_time_s": None,
-        "requests_per_user": None,
-        "trace": None,
-        "trace_speed": [],
-        "repeat_prompts": None,
-        "classes": {},
+        **UNUSED,
         "duration_s": 30.0,
         "warmup_requests": 3,
         "request_timeout_s": 10.0,

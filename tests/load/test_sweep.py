@@ -26,6 +26,7 @@ from oneaxis.load.summary import cache_block_tokens, flat_metrics, judge, report
 from oneaxis.load.sweep import Sweep, run_sweep
 from oneaxis.load.trace import TRACE_SCHEMA
 from tests.load.fake_server import Answer, FakeServer, fake_server
+from tests.load.sections import UNUSED
 
 HELD = {"device": "cpu 0-1", "exclusive": True, "waited_s": 0.0}
 GUARDS = Guards(max_send_lag_p99_ms=100.0, max_prefix_hit_rate=0.01, max_token_disagreement=0.01, max_stall_shift=1.0,
@@ -39,15 +40,7 @@ LOAD = Load.model_validate(
             {"name": "short", "prompt_tokens": 8, "output_tokens": 5},
         ],
         "rates_rps": [10.0],
-        "together": False,
-        "burstiness": None,
-        "users": [],
-        "think_time_s": None,
-        "requests_per_user": None,
-        "trace": None,
-        "trace_speed": [],
-        "repeat_prompts": None,
-        "classes": {},
+        **UNUSED,
         "duration_s": 1.0,
         "warmup_requests": 2,
         "request_timeout_s": 3.0,

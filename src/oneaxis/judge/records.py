@@ -17,6 +17,10 @@ from oneaxis.errors import UserError
 from oneaxis.multirun.record import Status, read_status
 from oneaxis.report.results import Results, read_results
 
+SERVED = ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate", "quantize",
+          "make_draft")  # fmt: skip
+"""What an engine's checkpoint, and a draft beside it, come from."""
+
 UPSTREAM: dict[str, tuple[str, ...]] = {
     "fetch_model": (),
     "prepare_data": (),
@@ -26,26 +30,8 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
     "calibrate": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo"),
     "quantize": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate"),
     "make_draft": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo"),
-    "serve": (
-        "fetch_model",
-        "prepare_data",
-        "sample_pairs",
-        "filter_pairs",
-        "train_dpo",
-        "calibrate",
-        "quantize",
-        "make_draft",
-    ),
-    "sweep": (
-        "fetch_model",
-        "prepare_data",
-        "sample_pairs",
-        "filter_pairs",
-        "train_dpo",
-        "calibrate",
-        "quantize",
-        "make_draft",
-    ),
+    "serve": SERVED,
+    "sweep": SERVED,
     "score": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate", "quantize"),
 }
 """Stages whose payload reaches a stage; the edges of `dvc.yaml`, followed to the end."""
