@@ -19,6 +19,7 @@ from oneaxis.config.schema import Serve, ServeAttach
 from oneaxis.errors import RunError, UserError
 from oneaxis.serve import is_here, realised_config, realised_table, serving
 from oneaxis.serve.command import engine_command, engine_environment
+from oneaxis.serve.engine import engine_folder
 from oneaxis.serve.forked import fork_engine
 from oneaxis.serve.preflight import WIDE, cpu_flags, reserve_port
 from tests.checkpoint.quantised import write_quantised
@@ -197,8 +198,7 @@ def test_only_loopback_is_here() -> None:
 @contextmanager
 def somebody_elses(checkpoint: Path, settings: Serve, folder: Path) -> Iterator[str]:
     """A vLLM server that nobody has checked the settings of. Its address."""
-    own = folder / "own"
-    own.mkdir()
+    own = engine_folder()
     port, holder = reserve_port(0)
     environment, _ = engine_environment(os.environ, settings, device="cpu", folder=own)
     command = engine_command(checkpoint, settings, served_name="theirs", port=port, device="cpu")

@@ -61,6 +61,7 @@ from oneaxis.serve.preflight import (
     reserve_port,
     weights_bytes,
 )
+from oneaxis.serve.sockets import socket_parent
 
 STOP_GRACE_S = 10.0
 
@@ -298,11 +299,18 @@ def _kept_running(spec: EngineSpec, observed: dict[str, Any], *, cold: bool) -> 
         yield engine
 
 
+def engine_folder() -> Path:
+    """A new folder for an engine's sockets and temporary files."""
+    prefix = "oneaxis-"
+    # mkdtemp adds 8 letters; vLLM names its sockets by a UUID.
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=socket_parent(len(f"/{prefix}") + 8 + 1 + 36)))
+
+
 @contextmanager
 def _one_start(spec: EngineSpec, observed: dict[str, Any], *, cold: bool) -> Iterator[Engine]:
     settings, device = spec.settings, engine_device()
     port, holder = reserve_port(settings.port)
-    folder = Path(tempfile.mkdtemp(prefix="oneaxis-"))
+    folder = engine_folder()
     process: subprocess.Popen[bytes] | ForkedGuard | None = None
     engine: Engine | None = None
     pipe, pipe_write = os.pipe()

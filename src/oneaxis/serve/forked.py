@@ -25,7 +25,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +33,7 @@ from typing import Any
 
 from oneaxis import guard
 from oneaxis.serve import preloaded
+from oneaxis.serve.sockets import LONGEST, socket_parent
 
 VARIABLE = "ONEAXIS_PRELOADED"
 """Names the folder of the owner's sockets to all that the owner starts."""
@@ -45,8 +45,8 @@ PATIENCE_S = 120.0
 """For the imports of a preloaded process; they take 10 s on an idle machine."""
 
 _NAME = re.compile(r"oneaxis-engines-(\d+)-(\d+)")
-_UNIX_PATH = 100
-"""Longest path of a socket, bytes (Linux: 107)."""
+_BELOW = len("/0123456789ab.sock")
+"""Bytes of a socket's name below the owner's folder."""
 
 _PRIVATE = ("TMPDIR", "VLLM_RPC_BASE_PATH")
 """In an engine's environment, and of that engine alone."""
@@ -118,7 +118,8 @@ def preloaded_engines() -> Iterator[None]:
         yield
         return
     ticks = _started(os.getpid())
-    folder = Path(tempfile.gettempdir(), f"oneaxis-engines-{os.getpid()}-{ticks}")
+    name = f"oneaxis-engines-{os.getpid()}-{ticks}"
+    folder = socket_parent(1 + len(name) + _BELOW) / name
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = str(folder)
     try:
@@ -171,7 +172,7 @@ def fork_engine(
     program = Path(arguments[0])
     decided = [sys.executable, str(program), program.read_text(encoding="utf-8"), sorted(seen_by_imports.items())]
     path = where / f"{hashlib.sha256(json.dumps(decided).encode()).hexdigest()[:12]}.sock"
-    if len(os.fsencode(path)) > _UNIX_PATH:
+    if len(os.fsencode(path)) > LONGEST:
         print(f"oneaxis: {path}: too long for a socket; the engine starts in a process of its own", file=sys.stderr)
         return None
     message = {
