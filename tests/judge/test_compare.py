@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,14 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from ruamel.yaml import YAML
 
 from oneaxis.artifacts import write_json
-from oneaxis.config.schema import Claim
+from oneaxis.config import compose
+from oneaxis.config.schema import Claim, derived_paths
 from oneaxis.errors import UserError
 from oneaxis.judge.compare import Verdict, compare
+from oneaxis.judge.records import UPSTREAM
 from oneaxis.judge.units import better_of
 from oneaxis.multirun.record import Axis
 from tests.judge.faults import FAULTS, every, rewrite_manifest
@@ -577,3 +581,22 @@ def test_refuses_what_is_not_a_run(tmp_path: Path) -> None:
             compare([tmp_path / "b"], [path], claim("quantize/perplexity_after"), GATE)
     unknown = compare([tmp_path / "b"], [tmp_path / "b"], claim("nothing/at_all"), GATE)
     assert (unknown.decision, unknown.reasons) == ("unresolved", ["no stage `nothing` measures anything"])
+
+
+def test_every_stage_that_measures_is_known_by_the_edges_of_the_dag(root: Path) -> None:
+    """From `dvc.yaml`, with what a run of everything (a draft, two engines, pairs of its own) puts into `paths`."""
+    stages = YAML(typ="safe").load(root / "dvc.yaml")["stages"]
+    edges: dict[str, set[str]] = {name: set() for name in stages}
+    for pairs in ("all", "on_policy"):
+        config = compose(root / "conf", ["draft=layers", f"pairs={pairs}", "quantize=w8a8_int8_dynamic"])
+        paths = derived_paths(config.model_dump() | {"split": {"kind": "pull"}})
+        for name, stage in stages.items():
+            files = [re.sub(r"\$\{paths\.(\w+)\}", lambda found: paths[found[1]], path) for path in stage["deps"]]  # noqa: B023
+            edges[name] |= {path.split("/")[1].split(".")[0] for path in files if path.startswith("artifacts/")}
+
+    def above(name: str) -> set[str]:
+        return edges[name].union(*(above(other) for other in edges[name]))
+
+    assert set(UPSTREAM) == set(stages) - {"report"}
+    # A sweep waits for the stage `serve`, which gives it nothing; a policy may come from pairs that were sampled.
+    assert {name: above(name) - {"serve"} for name in UPSTREAM} == {name: set(ups) for name, ups in UPSTREAM.items()}

@@ -57,7 +57,7 @@ def test_a_refused_configuration_is_told_from_broken_weights() -> None:
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        (0, "(exit code 0): its core process ended (killed?), there is no error in its log"),
+        (0, "(exit code 0 of its server): the process of its core ended, killed perhaps; there is no error in its log"),
         (1, "(exit code 1): Loading"),
         (-9, "(its guard was killed by signal 9): killed from outside, there is no error in its log"),
         (137, "(killed by signal 9): killed from outside, there is no error in its log"),
@@ -72,7 +72,7 @@ def test_an_engine_that_was_killed_is_not_quoted(code: int, says: str) -> None:
     assert how_it_ended(code, lines) == says
     assert how_it_ended(code, CORE_DIED).endswith("): safetensors_rust.SafetensorError: incomplete metadata")
     died = "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}"
-    assert how_it_ended(1, [*lines, died]).startswith("(exit code 1): its core process ended")
+    assert how_it_ended(1, [*lines, died]).startswith("(exit code 1 of its server): the process of its core ended")
 
 
 def test_last_lines_leave_out_noise() -> None:

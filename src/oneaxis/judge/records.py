@@ -33,6 +33,7 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
     "serve": SERVED,
     "sweep": SERVED,
     "score": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate", "quantize"),
+    "split": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate", "quantize"),
 }
 """Stages whose payload reaches a stage; the edges of `dvc.yaml`, followed to the end."""
 

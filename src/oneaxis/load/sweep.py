@@ -90,7 +90,7 @@ async def run_cells(target: Target, plan: Plan, duration_s: float, timeout_s: fl
             total=plan.arrivals["intended_s"].count() or None, desc="sweep", unit="request", file=sys.stderr
         ) as bar:
             for key, arrivals in plan.arrivals.group_by(keys, maintain_order=True):
-                bar.set_description(f"sweep {' '.join(map(str, key))}")
+                bar.set_description_str(f"sweep {' '.join(map(str, key))}")
                 level = str(key[-1])
                 rates = {shape: own["rate_rps"][0] for (shape,), own in arrivals.group_by("shape")}
                 named = {"shape": None if plan.together else key[0], "level": level,

@@ -157,7 +157,7 @@ def how_it_ended(code: int, lines: Sequence[str]) -> str:
     if code < 0 or number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         return f"({ending}): killed from outside, there is no error in its log"
     if code == 0 or core_ended(lines):
-        return f"({ending}): its core process ended (killed?), there is no error in its log"
+        return f"({ending} of its server): the process of its core ended, killed perhaps; there is no error in its log"
     return f"({ending}): {last_lines(lines, 3)}"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import polars as pl
@@ -83,9 +84,11 @@ def ask_split(
     """One request through both engines. `transfer` False forgets to say where the keys and values lie."""
     wanted = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
               "remote_block_ids": None, "remote_host": None, "remote_port": None}  # fmt: skip
-    first, prefill_s = _ask(prefill, prompt, 1, kv_transfer_params=wanted)
+    # One name at both: by it the prefilling engine finds for whom its blocks are, where it is the one that sends them.
+    name = f"split-{uuid4().hex}"
+    first, prefill_s = _ask(prefill, prompt, 1, kv_transfer_params=wanted, request_id=name)
     told = {"kv_transfer_params": first["kv_transfer_params"]} if transfer else {}
-    second, decode_s = _ask(decode, prompt, max_tokens, **told)
+    second, decode_s = _ask(decode, prompt, max_tokens, **told, request_id=name)
     return {"prompt_tokens": second["usage"]["prompt_tokens"], "prefill_s": prefill_s, "decode_s": decode_s,
             "split": second["choices"][0]["token_ids"]}  # fmt: skip
 
