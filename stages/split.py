@@ -23,13 +23,14 @@ def work(stage: Stage) -> dict[str, float]:
     assert serve.kind == "vllm"  # the schema allows no split of another's engine
     stage.observed.update(session=measure.session, repetition=measure.repetition)
     text = served_text(stage.served, stage.artifact("prepare_data", "heldout.parquet"))
-    answers, summary = run_split(
+    answers, summary, realised = run_split(
         stage.served, serve, settings, prompts_of(text, settings, seed=stage.config.seed),
         seed=stage.config.seed, cores=len(os.sched_getaffinity(0)), logs=stage.root / STATE / "logs",
         observed=stage.observed,
     )  # fmt: skip
     answers.write_parquet(stage.out / "answers.parquet")
     write_json(stage.out / "summary.json", summary)
+    write_json(stage.out / "realised.json", realised)
     for reason in summary["invalid"]:
         print(f"oneaxis: split: INVALID: {reason}", file=sys.stderr)
     return {f"split/{name}": float(value) for name, value in summary.items() if isinstance(value, int | float)}

@@ -600,3 +600,50 @@ def test_every_stage_that_measures_is_known_by_the_edges_of_the_dag(root: Path) 
     assert set(UPSTREAM) == set(stages) - {"report"}
     # A sweep waits for the stage `serve`, which gives it nothing; a policy may come from pairs that were sampled.
     assert {name: above(name) - {"serve"} for name in UPSTREAM} == {name: set(ups) for name, ups in UPSTREAM.items()}
+
+
+def test_a_change_that_the_engine_does_not_tell_is_not_shown(timed_arms: Callable[..., Arms]) -> None:
+    arms = timed_arms(config=settings(serve__engine_args={"swap_space": 2}))
+    every(arms[1], "serve/realised.json", lambda r: r.update(unverified=["serve.engine_args.block_size"]))
+    assert not any("does not tell" in reason for reason in judged(arms).reasons)
+    every(arms[1], "serve/realised.json", lambda r: r.update(unverified=["serve.engine_args.swap_space"]))
+    verdict = judged(arms)
+    assert verdict.decision == "unresolved"
+    assert any("guard 3, realised config: the engine does not tell serve.engine_args.swap_space" in reason
+               for reason in verdict.reasons)  # fmt: skip
+
+
+SPLIT = "split/first_token_ms"
+
+
+def two_engines(arms: Arms, **decode: Any) -> Arms:
+    """Each run with what the engines of the stage `split` said of themselves; the candidate's also `decode`."""
+    for side, arm in enumerate(arms):
+        for path in arm:
+            resolved = {"dtype": "bfloat16", "engine_args.kv_transfer_config": {"kv_connector": f"connector {side}"}}
+            changed = decode if side else {}
+            found = {"asked": {"dtype": "bfloat16"}, "resolved": resolved | changed, "differences": []}
+            write_json(path / "artifacts/split/realised.json", {"decode": found})
+            write_json(path / "artifacts/split/summary.json", {"invalid": [], "warnings": []})
+            rewrite_manifest(path / "artifacts/split")
+    return arms
+
+
+def test_two_engines_are_judged_by_what_they_themselves_say(timed_arms: Callable[..., Arms]) -> None:
+    def arms() -> Arms:
+        return timed_arms(metric=SPLIT, config=settings(split__kind="push"))
+
+    missing = judged(arms(), SPLIT)
+    assert "artifacts/split/realised.json of b0 and c0 is missing" in missing.reasons[0]
+
+
+@pytest.mark.parametrize(("changed", "decision"), [({}, "accept"), ({"dtype": "float32"}, "invalid")])
+def test_the_connector_is_the_axis_of_a_split_and_nothing_else_is(
+    timed_arms: Callable[..., Arms], changed: dict[str, Any], decision: str
+) -> None:
+    arms = two_engines(timed_arms(metric=SPLIT, config=settings(split__kind="push")), **changed)
+    for path in (path for arm in arms for path in arm):
+        # They start before the stage `serve` would, and need none of it.
+        (path / "artifacts/serve/realised.json").unlink()
+    verdict = judged(arms, SPLIT)
+    assert verdict.decision == decision, verdict.reasons

@@ -59,9 +59,12 @@ def test_keys_and_values_move_and_where_they_do_not_it_is_invalid(
 ) -> None:
     split = PULL.model_copy(update={"kind": kind})
     prompts = prompts_of(np.random.default_rng(0).integers(2, 300, 4000), split, seed=0)
-    table, summary = run_split(tiny_checkpoint, serve(threads=1, kv_cache_gib=0.25), split, prompts, seed=0, cores=2,
-                               logs=tmp_path, observed={}, transfer=transfer)  # fmt: skip
+    table, summary, realised = run_split(tiny_checkpoint, serve(threads=1, kv_cache_gib=0.25), split, prompts, seed=0,
+                                         cores=2, logs=tmp_path, observed={}, transfer=transfer)  # fmt: skip
     assert table["prompt_tokens"].to_list() == [300] * 4
+    assert [found["differences"] for found in realised.values()] == [[], [], []]
+    with_connector = {name for name, found in realised.items() if "engine_args.kv_transfer_config" in found["resolved"]}
+    assert with_connector == {"prefill", "decode"}
     if not transfer:
         assert summary["transferred_tokens"] == 0
         assert any("no token of keys and values was transferred" in reason for reason in summary["invalid"])

@@ -219,7 +219,7 @@ def _conditions(arms: conditions.Arms, stage: str, timed: bool, axes: Sequence[A
             "run what is missing: `oneaxis run -m --resume ID` (ID: the folder's name in multirun/)",
         ))  # fmt: skip
     findings += [Finding(11, {"pairs": len(runs)}, missing), conditions.one_session(arms, stage)]
-    findings += [conditions.stray_tenants(arms, stage), *conditions.realised_alike(first, second, axes)]
+    findings += [conditions.stray_tenants(arms, stage), *conditions.realised_alike(first, second, axes, stage)]
     if stage == "sweep":
         found = (conditions.same_arrivals(runs, axes), conditions.hit_rates_agree(arms, axes))
         findings += [finding for finding in found if finding]

@@ -253,21 +253,44 @@ ALWAYS_EQUAL = ("device", "vllm_version")
 FOLLOWS_CHECKPOINT = ("quantization", "kernels", "kv_cache_tokens")
 
 
-def realised_alike(baseline: Record, candidate: Record, axes: Sequence[Axis]) -> list[Finding]:
-    """Guard 3 over two arms: what the engine runs differs only where the axis explains it; guard 10: its room."""
-    documents = [record.results.document("serve", "realised.json") for record in (baseline, candidate)]
+def realised_alike(baseline: Record, candidate: Record, axes: Sequence[Axis], stage: str) -> list[Finding]:
+    """Guard 3 over two arms: what the engine runs differs only where the axis explains it; guard 10: its room.
+
+    The stage `split` starts engines of its own, and says what each of them runs.
+    """
+    where = "split" if stage == "split" else "serve"
+    documents = [record.results.document(where, "realised.json") for record in (baseline, candidate)]
     if None in documents:
         missing = [r.name for r, found in zip((baseline, candidate), documents, strict=True) if found is None]
-        said = f"guard 3, realised config: artifacts/serve/realised.json of {' and '.join(missing)} is missing"
-        return [Finding(3, {"settings_compared": 0}, [invalid(said, "run the stage serve in both arms")])]
+        said = f"guard 3, realised config: artifacts/{where}/realised.json of {' and '.join(missing)} is missing"
+        return [Finding(3, {"settings_compared": 0}, [invalid(said, f"run the stage {where} in both arms")])]
     one, other = documents
     assert one is not None
     assert other is not None
+    if stage == "split":
+        return [finding for engine in sorted(one.keys() | other.keys())
+                for finding in _alike(one.get(engine, {}), other.get(engine, {}), axes)]  # fmt: skip
+    return [*_alike(one, other, axes), *_untold(other, axes)]
+
+
+def _untold(candidate: Mapping[str, Any], axes: Sequence[Axis]) -> list[Finding]:
+    """A setting that the axis moves and the engine does not tell is not shown to have been there."""
+    untold = sorted({key for axis in axes for key in moved_keys(axis)}.intersection(candidate.get("unverified", [])))
+    if not untold:
+        return []
+    said = f"guard 3, realised config: the engine does not tell {', '.join(untold)}, so that the change is not shown"
+    to_do = "look for it in the engine's log, or move a setting that the engine tells"
+    return [Finding(3, {"unverified": untold}, [Problem("unresolved", said, to_do)])]
+
+
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any], axes: Sequence[Axis]) -> list[Finding]:
     moved = {key for axis in axes for key in moved_keys(axis)}
     serve_moved = {key.removeprefix("serve.") for key in moved if key.startswith("serve.")}
     if any(_moved(axis, "draft") for axis in axes):
         # The section is handed to the engine as this argument.
         serve_moved.add(f"engine_args.{ARGUMENT}")
+    if any(_moved(axis, "split") for axis in axes):
+        serve_moved.add("engine_args.kv_transfer_config")
     checkpoint_moved = any(_moved(axis, "model", "train", "quantize", "pairs", "data") for axis in axes)
     model_moved = any(_moved(axis, "model") for axis in axes)
     problems, followed = [], []

@@ -19,7 +19,7 @@ import numpy as np
 import polars as pl
 
 from oneaxis.config.schema import Serve, SplitNixl
-from oneaxis.serve import Engine, EngineSpec, metric_total, running_engine, running_engines
+from oneaxis.serve import Engine, EngineSpec, metric_total, realised_config, running_engine, running_engines
 from oneaxis.split.accounting import account, gained, read
 
 CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}
@@ -104,17 +104,21 @@ def run_split(
     logs: Path,
     observed: dict[str, Any],
     transfer: bool = True,
-) -> tuple[pl.DataFrame, dict[str, Any]]:
-    """Answers of both deployments (a row per prompt), and the account (`accounting.account`).
+) -> tuple[pl.DataFrame, dict[str, Any], dict[str, dict[str, Any]]]:
+    """Answers of both deployments (a row per prompt), the account (`accounting.account`), and what each engine runs.
+
+    An engine that runs otherwise than asked makes the account INVALID.
 
     Raises:
         UserError, RunError: as the engines' starts.
     """
     alone_settings = serve.model_copy(update={"threads": serve.threads or max(1, cores // 2)})
     with running_engine(checkpoint, alone_settings, log_path=logs / "split-alone.log") as engine:
+        realised = {"alone": realised_config(engine, checkpoint)}
         alone = [_ask(engine, prompt, split.output_tokens)[0]["choices"][0]["token_ids"] for prompt in prompts]
     specs = engine_specs(checkpoint, serve, split, logs, cores=cores)
     with running_engines(specs, observed=observed) as (prefill, decode):
+        realised |= {"prefill": realised_config(prefill, checkpoint), "decode": realised_config(decode, checkpoint)}
         # The first transfer of a pair of engines makes the connection: with another prompt, and not counted.
         ask_split(prefill, decode, list(reversed(prompts[0])), 2, transfer=transfer)
         before = [read(engine.metrics()) for engine in (prefill, decode)]
@@ -129,7 +133,13 @@ def run_split(
         rows, one, other, transfers=other if split.kind == "pull" else one, rate_rps=rate,
         output_tokens=split.output_tokens, running_mean=running, max_num_seqs=serve.max_num_seqs,
     )  # fmt: skip
-    return pl.DataFrame(rows, schema=ANSWERS), summary
+    summary["invalid"] += [
+        f"the engine `{name}` runs otherwise than asked: {found['key']}: asked {found['asked']}, resolved "
+        f"{found['resolved']}"
+        for name, document in realised.items()
+        for found in document["differences"]
+    ]
+    return pl.DataFrame(rows, schema=ANSWERS), summary, realised
 
 
 def _settled(engine: Engine, before: dict[str, float], wanted: int) -> dict[str, float]:
