@@ -114,6 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     judge.add_argument(
         "--margin", type=float, help="claim instead that no more than this is lost, in the metric's unit"
     )
+    judge.add_argument(
+        "--goodput", nargs="+", metavar="NAME:MS", default=[],
+        help="for results of other tools: what a good request keeps, as in ttft:500 tpot:50 e2el:3000; gives the "
+        "metrics attainment and goodput_tok_s",
+    )  # fmt: skip
     judge.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     judge.set_defaults(action=_judge)
     asked = commands.add_parser("experiments", help="list the questions of conf/experiment/")
@@ -220,6 +225,7 @@ def _judge(options: argparse.Namespace) -> int:
         margin=options.margin,
         as_json=options.json,
         conf_dir=Path.cwd() / CONF,
+        goodput=options.goodput,
     )
 
 

@@ -6,6 +6,7 @@ readers. Files that are made here by hand are called so.
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,18 @@ import polars as pl
 import pytest
 
 from oneaxis.cli import main
-from oneaxis.judge.foreign import METRICS, REQUEST_SCHEMA, Run, basis, metric, read_arm, refusals, weighted_percentile
+from oneaxis.judge.foreign import (
+    METRICS,
+    REQUEST_SCHEMA,
+    Bound,
+    Run,
+    basis,
+    good,
+    metric,
+    read_arm,
+    refusals,
+    weighted_percentile,
+)
 
 RECORDED = Path(__file__).parent / "foreign"
 FILES = {"vllm_bench": "vllm_bench.json", "vllm_bench_single": "vllm_bench_single.json", "guidellm": "guidellm.json",
@@ -314,3 +326,38 @@ def test_what_cannot_be_read_is_refused_in_one_line(
     assert said in told
     assert str(tmp_path / name.partition("_")[0])[:20] in told
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["vllm_bench", "guidellm", "aiperf"])
+def test_a_good_request_keeps_every_bound(name: str) -> None:
+    """Against the same rule, request by request, on the file's own latencies."""
+    run = recorded(name)
+    rows = run.requests.to_dicts()
+    ttft = sorted(1000 * row["ttft_s"] for row in rows if row["status"] == "ok")[len(rows) // 2]
+    tpots = [1000 * (row["e2e_s"] - row["ttft_s"]) / (row["output_tokens"] - 1) for row in rows
+             if row["status"] == "ok" and row["output_tokens"] > 1]  # fmt: skip
+    tpot = sorted(tpots)[len(tpots) * 3 // 4]
+    expected = []
+    for row in rows:
+        tokens = row["output_tokens"]
+        paced = tokens and (tokens == 1 == row["asked_output_tokens"] or (
+            tokens > 1 and 1000 * (row["e2e_s"] - row["ttft_s"]) / (tokens - 1) <= tpot))  # fmt: skip
+        expected.append(bool(row["status"] == "ok" and 1000 * row["ttft_s"] <= ttft and paced))
+    assert 0 < sum(expected) < len(rows)
+    bound = Bound(ttft_ms=ttft, tpot_ms=tpot)
+    assert good(run, bound, False).tolist() == expected
+    assert metric(run, "attainment", False, bound) == pytest.approx(sum(expected) / len(rows))
+    tokens = sum(row["output_tokens"] for row, kept in zip(rows, expected, strict=True) if kept)
+    whole = metric(run, "output_tok_s", False)
+    assert whole is not None
+    made = sum(row["output_tokens"] or 0 for row in rows if row["status"] == "ok")
+    assert metric(run, "goodput_tok_s", False, bound) == pytest.approx(whole * tokens / made)
+
+
+def test_one_token_passes_no_bound_on_tpot_unless_it_is_what_was_asked_for() -> None:
+    run = recorded("vllm_bench")
+    short = run.requests.with_columns(status=pl.lit("ok"), ttft_s=0.01, e2e_s=0.01, output_tokens=pl.lit(1, pl.Int64))
+    for asked, kept in ((None, False), (5, False), (1, True)):
+        table = short.with_columns(asked_output_tokens=pl.lit(asked, pl.Int64))
+        assert good(replace(run, requests=table), Bound(tpot_ms=100.0), False).tolist() == [kept] * table.height
+        assert good(replace(run, requests=table), Bound(ttft_ms=11.0), False).all()

@@ -126,6 +126,46 @@ def test_one_file_a_side_gives_effect_and_interval_and_decides_nothing(
 # --- faults: each is caught by the guard it belongs to ---------------------------------------------------------------
 
 
+GOODPUT = ("--goodput", "ttft:100", "tpot:25")
+
+
+def test_goodput_is_what_kept_the_bounds_in_both_arms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The candidate's gaps are 30 ms, over the bound: nothing of it is good, whatever its throughput."""
+    words = sides(tmp_path, {"gap_s": 0.03}, fail=2)
+    verdict = judged(capsys, words, "attainment", *GOODPUT, code=1)
+    assert (verdict["baseline_value"], verdict["candidate_value"]) == (pytest.approx(0.95), 0.0)
+    assert verdict["decision"] == "reject"
+    assert any("good is what kept ttft 100 ms, tpot 25 ms" in said for said in verdict["warnings"])
+    verdict = judged(capsys, words, "goodput_tok_s", *GOODPUT, code=1)
+    assert verdict["candidate_value"] == 0.0 < verdict["baseline_value"]
+
+
+def test_attainment_of_one_file_a_side_has_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = sides(tmp_path, {"gap_s": 0.03}, runs=1, fail=2)
+    verdict = judged(capsys, words, "attainment", *GOODPUT, code=1)
+    assert verdict["decision"] == "unresolved"
+    assert verdict["effect"] == pytest.approx(-0.95)
+    assert verdict["ci_low"] <= verdict["effect"] <= verdict["ci_high"] < -0.8
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--goodput", "ttft=5"], "--goodput ttft=5: allowed: ttft, tpot and e2el"),
+        (["--goodput", "itl:5"], "--goodput itl:5"),
+        (["--goodput", "ttft:0"], "--goodput ttft:0"),
+        (["--goodput", "ttft:nan"], "--goodput ttft:nan"),
+        (["--goodput", "ttft:5", "ttft:6"], "--goodput ttft:6"),
+        (["--metric", "attainment"], "--metric=attainment: needs bounds (--goodput ttft:500 tpot:50)"),
+    ],
+)
+def test_bounds_that_cannot_be_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    assert main(["judge", *sides(tmp_path, {}, runs=1), *words]) == 2
+    assert says in capsys.readouterr().err
+
+
 def drifting(arm: int, k: int) -> int:
     return 10 * arm + k
 

@@ -115,6 +115,8 @@ def test_a_cell_counts_every_request_that_was_sent() -> None:
     # ITL 50 x 4, 200 x 2, and two tokens that never came.
     assert cell["itl_p50_ms"] == pytest.approx(50)
     assert cell["itl_p90_ms"] is None
+    # The longest of each: 50, 50, 200, and one that never ended.
+    assert [cell[f"itl_max_p{percent}_ms"] for percent in (50, 90)] == [pytest.approx(50), None]
     assert cell["attainment"] == 0.25
     # The window ends when the lost request was given up, at 23 s. Good: 3 tokens. All answered: 9.
     assert cell["window_s"] == 23
@@ -137,6 +139,7 @@ def test_one_token_answers_have_no_tpot() -> None:
     cell = summarise_cell(table(row("good", 0.0, [0.4])), CLASS, duration_s=1.0)
     assert cell["tpot_p50_ms"] is None
     assert cell["itl_p50_ms"] is None
+    assert cell["itl_max_p50_ms"] is None
     assert cell["attainment"] == 1
     # Asked for eight, given one: it does not pass the TPOT limit for free.
     cut = per_request(table(row("cut", 0.0, [0.1], asked=8)), CLASS)

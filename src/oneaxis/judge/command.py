@@ -6,6 +6,7 @@ serve`, guidellm and AIPerf, several files a side as its repetitions (`others`).
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,10 +39,12 @@ def judge_folders(
     margin: float | None,
     as_json: bool,
     conf_dir: Path,
+    goodput: Sequence[str] = (),
 ) -> int:
     """Print the verdicts of two folders and return the exit code.
 
     Args:
+        goodput: bounds of a good request, `ttft:500`, for results of other tools (a run of ours has its own).
         conf_dir: its gate is taken where there is one.
 
     Raises:
@@ -52,6 +55,7 @@ def judge_folders(
     project = compose(conf_dir) if (conf_dir / "config.yaml").is_file() else None
     gate = project.gate if project else STANDARD_GATE
     sides = (baseline, candidate)
+    bound = bound_of(goodput) if goodput else None
     if not any(map(lm_eval.is_output, sides)) and any(map(foreign.is_foreign, sides)):
         own = next((path for path in sides if path.is_dir() and not foreign.is_foreign(path)), None)
         if own is not None:
@@ -62,8 +66,11 @@ def judge_folders(
             known = project.guards
             bounds = others.Bounds(known.max_send_lag_p99_ms, known.max_prefix_hit_rate, known.max_token_disagreement)
         verdicts = others.judge_others(baseline, candidate, metric=metric, better=better, bar=bar, margin=margin,
-                                       gate=gate, bounds=bounds)  # fmt: skip
+                                       gate=gate, bounds=bounds, bound=bound)  # fmt: skip
         return _print(verdicts, as_json)
+    if bound:
+        raise UserError("--goodput: allowed with results of vllm bench serve, guidellm or AIPerf; a run of oneaxis has "
+                        "goodput by its own load.service_class")  # fmt: skip
     if lm_eval.is_output(baseline) or lm_eval.is_output(candidate):
         if baseline.resolve() == candidate.resolve():
             raise UserError(f"{baseline} and {candidate}: the same run twice; allowed: two different runs")
@@ -92,6 +99,27 @@ def judge_folders(
     if not as_json and not metric and not timed:
         print(f"\ntimings are left out: those of session `{DEFAULT_SESSION}` never support a verdict")
     return code
+
+
+def bound_of(words: Sequence[str]) -> foreign.Bound:
+    """Bounds as `vllm bench serve --goodput` takes them: `ttft:500 tpot:50 e2el:3000`, in milliseconds.
+
+    Raises:
+        UserError: for another name, a number that is none or not above 0, or a name that is given twice.
+    """
+    names = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "e2e_ms"}
+    found: dict[str, float] = {}
+    for word in words:
+        name, colon, number = word.partition(":")
+        try:
+            value = float(number) if colon else math.nan
+        except ValueError:
+            value = math.nan
+        if name not in names or names[name] in found or not 0 < value < math.inf:
+            raise UserError(f"--goodput {word}: allowed: ttft, tpot and e2el, each once, with milliseconds above 0, as "
+                            "in ttft:500 tpot:50")  # fmt: skip
+        found[names[name]] = value
+    return foreign.Bound(**found)
 
 
 def _compared(

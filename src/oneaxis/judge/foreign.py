@@ -59,6 +59,23 @@ SCHEDULE = "the schedule"
 LATENCIES = ("ttft", "tpot", "e2e", "itl")
 METRICS = (*(f"{name}_p{percent}_ms" for name in LATENCIES for percent in PERCENTILES),
            *(f"{name}_mean_ms" for name in LATENCIES), "output_tok_s", "achieved_rate_rps", "failed")  # fmt: skip
+OF_A_CLASS = ("attainment", "goodput_tok_s")
+"""Metrics that there are once bounds are given."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a request has to keep to count as good; None: no bound. Milliseconds."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Latency -> its bound."""
+        bounds = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2e": self.e2e_ms}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
 
 @dataclass(frozen=True)
@@ -338,8 +355,27 @@ def weighted_percentile(values: np.ndarray, weights: np.ndarray, percent: int) -
     return value if math.isfinite(value) else None
 
 
-def metric(run: Run, name: str, from_intended: bool) -> float | None:
-    """One of `METRICS`; None: not reached, or undefined (no answer has two tokens). The caller knows of `refusals`."""
+def good(run: Run, bound: Bound, from_intended: bool) -> np.ndarray:
+    """Whether each request kept its bounds. A miss did not; nor did an answer without a TPOT, unless one token was all
+    that was asked for."""
+    timed = latencies(run, from_intended)
+    kept = (run.requests["status"] == "ok").to_numpy()
+    one = (run.requests["asked_output_tokens"] == 1).fill_null(False).to_numpy()
+    for name, limit in bound.parts.items():
+        with np.errstate(invalid="ignore"):
+            within = timed[name] <= limit
+        kept = kept & (within | one if name == "tpot" else within)
+    return np.asarray(kept)
+
+
+def metric(run: Run, name: str, from_intended: bool, bound: Bound | None = None) -> float | None:
+    """One of `METRICS`, or with bounds of `OF_A_CLASS`; None: not reached, or undefined (no answer has two tokens).
+    The caller knows of `refusals`."""
+    if bound and name in OF_A_CLASS:
+        kept = good(run, bound, from_intended)
+        if name == "attainment":
+            return float(kept.mean())
+        return float(run.requests.filter(pl.Series(kept))["output_tokens"].sum()) / window_s(run)
     if name == "failed":
         return float(run.requests.height - run.ok.height)
     if name == "output_tok_s":

@@ -232,7 +232,8 @@ def unsteady(evidence: Evidence, gate: Gate) -> Decision | None:
     ]
     if wide:
         return Decision("unresolved", wide, [
-            "quieten the machine, lengthen load.duration_s, or choose the gate of this hardware (gate=cpu, gate=gpu)"
+            "quieten the machine, lengthen load.duration_s, or choose the gate of this hardware before the next run "
+            "(gate=gpu, cpu, shared)"
         ])  # fmt: skip
     return None
 

@@ -23,10 +23,13 @@ from oneaxis.judge.compare import Comparison, Verdict, conclude
 from oneaxis.judge.conditions import grouped_axes, invalid, say
 from oneaxis.judge.foreign import (
     METRICS,
+    OF_A_CLASS,
     SCHEDULE,
+    Bound,
     Run,
     achieved_rps,
     basis,
+    good,
     itl_mean,
     latencies,
     mean,
@@ -71,6 +74,8 @@ class Arms:
     level: str
     baseline: Sequence[Run]
     candidate: Sequence[Run]
+    bound: Bound | None = None
+    """What makes a request a good one; None: nobody said."""
 
     @property
     def sides(self) -> tuple[tuple[str, Sequence[Run]], tuple[str, Sequence[Run]]]:
@@ -108,22 +113,30 @@ def judge_others(
     margin: float | None,
     gate: Gate,
     bounds: Bounds,
+    bound: Bound | None = None,
 ) -> list[Verdict]:
     """The verdicts of two arms: of the metric that is claimed, else of the headlines of every load that both have.
+
+    Args:
+        bound: with it there are `attainment` and `goodput_tok_s`.
 
     Raises:
         UserError: for files that cannot be read or compared, or a metric that they do not have.
     """
-    arms = read_arms(baseline, candidate)
-    names = [f"load/{each.level}/{name}" for each in arms for name in METRICS]
+    arms = [replace(each, bound=bound) for each in read_arms(baseline, candidate)]
+    known = (*METRICS, *OF_A_CLASS) if bound else METRICS
+    names = [f"load/{each.level}/{name}" for each in arms for name in known]
     if metric:
         chosen = [name for name in names if metric in (name, name.removeprefix("load/"), name.rpartition("/")[2])]
         if len(chosen) != 1:
             fault = f"is of {len(chosen)} loads" if chosen else "no file has it"
+            if metric.rpartition("/")[2] in OF_A_CLASS and not bound:
+                fault = "needs bounds (--goodput ttft:500 tpot:50)"
             allowed = chosen or names
             raise UserError(f"--metric={metric}: {fault}; allowed: {', '.join(allowed[:12])}")
     else:
-        chosen = [name for name in names if name.rpartition("/")[2] in HEADLINES and _told(arms, name)]
+        headlines = (*HEADLINES, *OF_A_CLASS)
+        chosen = [name for name in names if name.rpartition("/")[2] in headlines and _told(arms, name)]
     verdicts = []
     for name in chosen:
         own = next(each for each in arms if each.level == name.split("/")[1])
@@ -175,8 +188,9 @@ def read_arms(baseline: Path, candidate: Path) -> list[Arms]:
     if not shared:
         raise UserError(f"{baseline} and {candidate}: no load is in both ({', '.join(levels[0])}; "
                         f"{', '.join(levels[1])}); allowed: runs under the same load")  # fmt: skip
-    return [Arms(level, *(_in_order([run for run in runs if run.level == level]) for runs in sides.values()))
-            for level in shared]  # fmt: skip
+    at = [{side: _in_order([run for run in runs if run.level == level]) for side, runs in sides.items()}
+          for level in shared]  # fmt: skip
+    return [Arms(level, own["baseline"], own["candidate"]) for level, own in zip(shared, at, strict=True)]
 
 
 def _in_order(runs: list[Run]) -> list[Run]:
@@ -191,10 +205,13 @@ def _told(arms: Sequence[Arms], metric: str) -> bool:
     own = next(each for each in arms if each.level == level)
     if name == "failed":
         return any(run.ok.height < run.requests.height for run in own.runs)
-    return _refused(name, refusals(own.runs)) is None
+    return _refused(own, name, refusals(own.runs)) is None
 
 
-def _refused(name: str, refused: Mapping[str, str]) -> str | None:
+def _refused(arms: Arms, name: str, refused: Mapping[str, str]) -> str | None:
+    if arms.bound and name in OF_A_CLASS:
+        rests_on = [*_bounds(arms), *(["output"] if name == "goodput_tok_s" else [])]
+        return next((refused[part] for part in rests_on if part in refused), None)
     return refused.get(name) or refused.get(name.partition("_")[0])
 
 
@@ -213,7 +230,7 @@ def compare_arms(arms: Arms, claim: Claim, gate: Gate, bounds: Bounds, *, claime
         findings.append(Finding(12, {}, [Problem("warning", said)]))
     refused = refusals(arms.runs)
     evidence = None
-    if why := _refused(name, refused):
+    if why := _refused(arms, name, refused):
         others.append(Problem("unresolved", f"{name} is refused: {why}", "choose a metric that both arms have"))
     else:
         since = basis(arms.runs)
@@ -242,7 +259,7 @@ def _called(runs: Sequence[Run]) -> str:
 def _how(arms: Arms, name: str, since: str | None) -> list[Problem]:
     """How the metric is computed, where that is not as in the files."""
     problems = []
-    if name.startswith(("ttft", "e2e")):
+    if name.startswith(("ttft", "e2e")) or (name in OF_A_CLASS and {"ttft", "e2e"} & set(_bounds(arms))):
         said = f"latencies count from the request's sending, in all files: {_why_sending(arms)}"
         if since:
             said = f"latencies count from {since}, in all files"
@@ -262,12 +279,19 @@ def _how(arms: Arms, name: str, since: str | None) -> list[Problem]:
                     "unresolved", f"{name}: no file says how chunks pack tokens, and a percentile rests on it",
                     "claim itl_mean_ms or a tpot, which do not",
                 ))  # fmt: skip
+    if name in OF_A_CLASS:
+        said = ", ".join(f"{part} {bound:g} ms" for part, bound in _bounds(arms).items())
+        problems.append(Problem("warning", f"good is what kept {said}, in both arms; what failed did not"))
     missed = [1 - run.ok.height / run.requests.height for run in arms.runs]
     if name == "itl_mean_ms" and any(missed):
         said = f"itl_mean_ms is over answers that came, and up to {max(missed):.1%} of a run's did not"
         few = max(missed) <= MAX_MISSED
         problems.append(Problem("warning" if few else "unresolved", said, "" if few else "see why requests failed"))
     return problems
+
+
+def _bounds(arms: Arms) -> dict[str, float]:
+    return arms.bound.parts if arms.bound else {}
 
 
 def _why_sending(arms: Arms) -> str:
@@ -287,7 +311,7 @@ def weigh_arms(
     Args:
         in_pairs: whether the arms were measured in turn.
     """
-    values = [[metric(run, name, from_intended) for run in runs] for _, runs in arms.sides]
+    values = [[metric(run, name, from_intended, arms.bound) for run in runs] for _, runs in arms.sides]
     absent = [sum(value is None for value in side) for side in values]
     if any(absent):
         why = "it falls on a request that failed" if name.endswith("_ms") else "it cannot be computed"
@@ -335,14 +359,18 @@ def _over_requests(
     """The interval over the requests of one run a side: how far the figure would move with other requests of that run.
     None for figures of a whole run, and for percentiles of ITL."""
     kind, _, what = name.removesuffix("_ms").partition("_")
-    if kind not in ("ttft", "tpot", "e2e") and name != "itl_mean_ms":
+    if kind not in ("ttft", "tpot", "e2e") and name not in ("itl_mean_ms", "attainment"):
         return None
     timed = [[latencies(run, from_intended) for run in runs] for _, runs in arms.sides]
     joined = [{key: np.concatenate([each[key] for each in side]) for key in side[0]} for side in timed]
     paired = len(arms.baseline) == len(arms.candidate) == 1 and same_prompts(arms.baseline[0], arms.candidate[0])
 
+    kept = [np.concatenate([good(run, arms.bound or Bound(), from_intended) for run in runs]) for _, runs in arms.sides]
+
     def statistic(side: int) -> Callable[[np.ndarray], float]:
         own = joined[side]
+        if name == "attainment":
+            return lambda rows: float(kept[side][rows].mean())
         if name == "itl_mean_ms":
             return lambda rows: itl_mean(own, rows) or math.nan
         values = own[kind]
@@ -584,7 +612,7 @@ def stalls(arms: Arms, name: str, claimed_effect: float) -> Finding:
                 continue
             counts += int(stalled.sum())
             kept = replace(run, requests=run.requests.filter(pl.Series(~stalled)))
-            values = [metric(each, name, since) for each in (run, kept)]
+            values = [metric(each, name, since, arms.bound) for each in (run, kept)]
             moved += math.inf if values[0] is None or values[1] is None else values[1] - values[0]
         total += counts
         if not counts:

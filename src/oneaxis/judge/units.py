@@ -43,7 +43,7 @@ TRAINED = re.compile(r"^train_dpo/(chosen|rejected|margin)_(logp_before|logp_aft
 ESCAPE = re.compile(r"^train_dpo/escape_(?P<text>.+)_(?P<what>logp_before|logp_after|delta)$")
 ANSWERED = re.compile(r"^train_dpo/(?P<share>refusal|empty)_rate_(?P<when>before|after)$")
 TIMED_IN_CELL = re.compile(
-    r"^((ttft|itl|tpot|e2e)_p\d+_ms|attainment|goodput_tok_s|output_tok_s|achieved_rate_rps|failed"
+    r"^((ttft|itl|itl_max|tpot|e2e)_p\d+_ms|attainment|goodput_tok_s|output_tok_s|achieved_rate_rps|failed"
     r"|tokens_per_step|accepted_per_draft|tokens_per_verification|accepted_at_\d+)$"
 )
 

@@ -98,7 +98,7 @@ async def run_cells(target: Target, plan: Plan, duration_s: float, timeout_s: fl
                 warmups = plan.warmups.filter(*(pl.col(name) == value for name, value in zip(keys, key, strict=True)))
                 warm = await _watched(target, requests_of(warmups, target.model_name), timeout_s)
                 await settle(target, session)
-                reset = await _reset_prefix_cache(session, target.base_url)
+                reset = await _reset_prefix_cache(target, session)
                 before = await read_account(target, session)
                 began = time.time()
                 cell_started = time.perf_counter()
@@ -184,10 +184,18 @@ async def _watched(
     return records
 
 
-async def _reset_prefix_cache(session: aiohttp.ClientSession, base_url: str) -> bool:
-    """Empty the prefix cache; False when the engine does not offer it, or does not do it."""
-    async with session.post(f"{base_url}/reset_prefix_cache") as response:
-        if response.status != 200:
-            return False
-        answer = await response.json(content_type=None)
+async def _reset_prefix_cache(target: Target, session: aiohttp.ClientSession) -> bool:
+    """Empty the prefix cache; False when the engine does not offer it, or does not do it.
+
+    Raises:
+        RunError: when the engine is gone, or does not answer.
+    """
+    try:
+        async with session.post(f"{target.base_url}/reset_prefix_cache") as response:
+            if response.status != 200:
+                return False
+            answer = await response.json(content_type=None)
+    except (aiohttp.ClientError, OSError) as error:
+        await require_alive_for(target, SETTLE_S)
+        raise RunError(f"the engine does not answer /reset_prefix_cache: {type(error).__name__}: {error}") from error
     return not isinstance(answer, dict) or bool(answer.get("success", True))
