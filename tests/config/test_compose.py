@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import hydra
 import pytest
 from ruamel.yaml import YAML
 
@@ -15,6 +16,7 @@ from oneaxis.config import (
     render_params,
     write_params,
 )
+from oneaxis.config.compose import compose_raw
 from oneaxis.errors import UserError
 from oneaxis.pipeline import check_inputs
 
@@ -218,3 +220,26 @@ def test_a_profile_sets_rates_only_where_requests_come_at_rates(root: Path) -> N
         for load in ("default", "ramp", "closed")
     }
     assert rates == {"default": [4.0, 8.0], "ramp": [4.0, 8.0], "closed": []}
+
+
+def test_equal_compositions_are_made_once_until_a_file_changes(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf = tmp_path / "conf"
+    shutil.copytree(root / "conf", conf)
+    calls = []
+    real = hydra.compose
+    monkeypatch.setattr(hydra, "compose", lambda *given, **named: calls.append(given) or real(*given, **named))
+    first = compose_raw(conf, ["load=paired"])
+    first["load"]["duration_s"] = -1
+    assert compose_raw(conf, ["load=paired"])["load"]["duration_s"] == 20
+    assert len(calls) == 1
+    compose_raw(conf, ["load=closed"])
+    assert len(calls) == 2
+    paired = conf / "load" / "paired.yaml"
+    paired.write_text(paired.read_text().replace("duration_s: 20", "duration_s: 21"))
+    assert compose_raw(conf, ["load=paired"])["load"]["duration_s"] == 21
+    paired.unlink()
+    for _ in range(2):
+        with pytest.raises(UserError, match="load=paired: no such choice"):
+            compose_raw(conf, ["load=paired"])
