@@ -13,6 +13,7 @@
     oneaxis judge BASE CAND      compare two runs, or results of other tools: accept, reject, tie, unresolved or
                                  INVALID, and why
     oneaxis plan WHAT            the arithmetic before a run: ceilings, memory, speculation, cost; beside a finished run
+    oneaxis lint PATH...         what is wrong with JSON Schemas, Pydantic models, and the sampling of requests
     oneaxis ui [ID]              MLflow's pages: this multirun along its axis (default: the newest), and all runs
 
 Exit codes: 0 done; 1 failed, or the run is INVALID; 2 refused before running; 130 interrupted.
@@ -27,6 +28,7 @@ from typing import NoReturn
 
 from oneaxis import __version__
 from oneaxis.errors import RunError, UserError
+from oneaxis.lint.command import add_lint_parser
 from oneaxis.plan.command import add_plan_parser
 from oneaxis.stage import QUIET
 
@@ -125,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("--json", action="store_true", help="for programs")
     asked.set_defaults(action=_experiments)
     add_plan_parser(commands)
+    add_lint_parser(commands)
     pages = commands.add_parser("ui", help="MLflow's pages on 127.0.0.1")
     pages.add_argument("multirun", nargs="?", metavar="ID", help="a multirun (default: the newest)")
     pages.add_argument("--port", type=int, default=5000)

@@ -1,0 +1,96 @@
+"""What the lint says: a code that never changes its meaning, where, what is wrong in one line, and what to do.
+
+    OV0xx   the schema itself: what a model can answer, and in which order it has to
+    OV1xx   what an engine makes of the schema: vLLM 0.32 with its default backend, which is xgrammar 0.2.8, and
+            llguidance 1.7 for what vLLM keeps from xgrammar
+    OV2xx   requests
+
+A code that is retired is not given again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from oneaxis.errors import UserError
+
+
+@dataclass(frozen=True)
+class Code:
+    """What all findings of a code have in common."""
+
+    name: str
+    severity: str
+    """error: wrong answers that nobody sees, or none at all; warning: worse answers, or a cost; info: worth a look."""
+    summary: str
+
+
+CODES = {
+    "OV001": Code("no-way-out", "error", "an enum that must be answered and has no value for `cannot tell`"),
+    "OV002": Code("unbounded-string", "warning", "a string without an end"),
+    "OV003": Code("unbounded-array", "warning", "an array or a map without an end"),
+    "OV004": Code("answer-before-reasoning", "error", "an answer declared before its reasoning or evidence"),
+    "OV005": Code("confidence-first", "warning", "a self-reported confidence before, or without, what it is about"),
+    "OV006": Code("shared-first-token", "warning", "enum values that begin with the same token"),
+    "OV007": Code("required-without-null", "warning", "a required value that must be made up when it is not known"),
+    "OV008": Code("any-value", "warning", "a schema that allows any JSON"),
+    "OV009": Code("never-ends", "error", "a recursion that no answer can end"),
+    "OV010": Code("unbounded-depth", "info", "a recursion without a deepest level"),
+    "OV101": Code("not-enforced", "error", "a constraint that the engine drops without a word"),
+    "OV102": Code("other-backend", "warning", "a constraint for which vLLM changes the backend, or refuses"),
+    "OV103": Code("refused", "error", "a constraint with which vLLM refuses the request"),
+    "OV104": Code("stricter", "warning", "a constraint that the engine reads more narrowly than the standard"),
+    "OV105": Code("open-object", "warning", "an object that one backend closes and the other leaves open"),
+    "OV201": Code("frequency-penalty", "error", "frequency_penalty on a structured or code request"),
+    "OV202": Code("presence-penalty", "error", "presence_penalty on a structured or code request"),
+    "OV203": Code("repetition-penalty", "error", "repetition_penalty on a structured or code request"),
+    "OV204": Code("guided-ignored", "error", "a guided_* field, which vLLM no longer reads"),
+    "OV205": Code("whitespace-ignored", "warning", "a whitespace setting in the request, which vLLM does not read"),
+}
+SEVERITIES = ("error", "warning", "info")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to change."""
+
+    code: str
+    pointer: str
+    """JSON pointer of where, in the document or in the schema of a model."""
+    message: str
+    """One line."""
+    fix: str
+    """What to do, one line."""
+    fixable: bool = False
+    """Whether `--fix` does it."""
+    severity: str = ""
+    """Of the code, unless the finding says another."""
+    file: str = ""
+    line: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.severity:
+            object.__setattr__(self, "severity", CODES[self.code].severity)
+
+    @property
+    def name(self) -> str:
+        """The code in words."""
+        return CODES[self.code].name
+
+
+def chosen(findings: Iterable[Finding], select: Sequence[str] = (), ignore: Sequence[str] = ()) -> list[Finding]:
+    """The findings whose code begins with one of `select` (none: all) and with none of `ignore`.
+
+    Raises:
+        UserError: a prefix that no code begins with.
+    """
+    for option, prefixes in (("--select", select), ("--ignore", ignore)):
+        for prefix in prefixes:
+            if not prefix or not any(code.startswith(prefix) for code in CODES):
+                raise UserError(
+                    f"{option}: {prefix!r} is no code; allowed: OV, or the beginning of one of {', '.join(CODES)}"
+                )
+    return [
+        finding
+        for finding in findings
+        if finding.code.startswith(tuple(select) or "OV") and not finding.code.startswith(tuple(ignore) or ("-",))
+    ]

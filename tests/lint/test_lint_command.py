@@ -1,0 +1,403 @@
+"""`oneaxis lint` as a user and a CI job run it: files, models, requests, what it prints and fixes, and mistakes."""
+
+import json
+import os
+import stat
+import textwrap
+
+import pytest
+
+from oneaxis.cli import main
+from oneaxis.lint.document import parse, reorder
+
+SCHEMA = """{
+  "type": "object",   "additionalProperties": false,
+  "properties": {
+    "label":     {"enum": ["a", "b", "unknown"]},
+    "confidence": {"type": "number"},
+    "inner": {
+      "type": "object", "additionalProperties": false,
+      "properties": {"verdict": {"type": ["boolean", "null"]}, "because, of": {"type": "null"},
+        "reason": {"type": "string", "maxLength": 9}}
+    },
+    "reasoning": {"type": "string", "maxLength": 200}
+  },
+  "required": ["label"]
+}
+"""
+SOUND = {"type": "object", "properties": {"x": {"enum": ["a", "unknown"]}}, "required": ["x"],
+         "additionalProperties": False}  # fmt: skip
+YAML = """\
+# an answer
+type: object
+properties:
+  # what it is
+  label:
+    enum: [a, b, unknown]   # closed
+    description: >
+      a label,
+
+      in two parts
+  reasoning:      # first think
+    type: string
+    maxLength: 200
+  tags:
+    type: array
+    maxItems: 3
+    items: {type: string, maxLength: 9}
+required:
+- label
+additionalProperties: false
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def lint(capsys, *words: str) -> tuple[int, str, str]:
+    code = main(["lint", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def findings(capsys, *words: str) -> list[dict]:
+    code, out, _ = lint(capsys, *words, "--format", "json")
+    found = json.loads(out)
+    assert code == (1 if found else 0)
+    return found
+
+
+# --- what is printed -----------------------------------------------------------------------------------------
+
+
+def test_clean_is_0_and_findings_are_1(tmp_path, capsys):
+    (tmp_path / "sound.json").write_text(json.dumps(SOUND))
+    assert lint(capsys, "sound.json") == (0, "nothing found in 1 file\n", "")
+    (tmp_path / "bad.json").write_text(SCHEMA)
+    code, out, _ = lint(capsys, "bad.json", "--select", "OV004")
+    assert code == 1
+    assert out.splitlines() == [
+        "bad.json:4: OV004 [*] 'label' is written before 'reasoning', so it cannot rest on it: properties are "
+        "written as declared",
+        "    at /properties/label: declare 'reasoning' before 'label'",
+        "bad.json:8: OV004 [*] 'verdict' is written before 'reason', so it cannot rest on it: properties are "
+        "written as declared",
+        "    at /properties/inner/properties/verdict: declare 'reason' before 'verdict'",
+        "found 2 errors; 2 [*] fixable by --fix",
+    ]  # fmt: skip
+
+
+def test_json_holds_every_field(tmp_path, capsys):
+    (tmp_path / "bad.json").write_text(SCHEMA)
+    found = findings(capsys, "bad.json", "--select", "OV004,OV101", "--ignore", "OV1")
+    assert found[0] == {
+        "code": "OV004", "name": "answer-before-reasoning", "severity": "error", "file": "bad.json", "line": 4,
+        "pointer": "/properties/label", "fix": "declare 'reasoning' before 'label'", "fixable": True,
+        "message": "'label' is written before 'reasoning', so it cannot rest on it: properties are written as declared",
+    }  # fmt: skip
+    assert [each["line"] for each in found] == [4, 8]
+
+
+def test_github_annotations_are_escaped(tmp_path, capsys):
+    (tmp_path / "a,b:c%.json").write_text('{"type": "string", "pattern": "^a%b*$"}')
+    code, out, _ = lint(capsys, "./a,b:c%.json", "--format", "github")
+    assert code == 1
+    assert out == (
+        "::warning file=a%2Cb%3Ac%25.json,line=1,title=OV002 unbounded-string::/: the pattern '^a%25b*$' has no "
+        "longest match; bound its repeats, as in {0,200} for *\n"
+    )
+
+
+def test_every_code_is_listed(capsys):
+    code, out, _ = lint(capsys, "--list")
+    assert code == 0
+    assert out.splitlines()[0].split()[:3] == ["OV001", "no-way-out", "error"]
+
+
+def test_folders_hold_what_looks_like_a_schema(tmp_path, capsys):
+    for name, content in {
+        "a/sound.json": json.dumps(SOUND), "a/bad.yaml": YAML, "package.json": '{"name": "x", "version": "1"}',
+        "broken.json": "{", "node_modules/x.json": SCHEMA, ".git/x.json": SCHEMA, "data.jsonl": "{}", "m.py": "raise",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert {each["file"] for each in findings(capsys, ".")} == {"a/bad.yaml"}
+    (tmp_path / "b.schema.json").write_text("{")
+    code, out, err = lint(capsys, ".")
+    assert code == 2
+    assert "OV004" in out
+    assert "b.schema.json:1: not JSON" in err
+    (tmp_path / "empty").mkdir()
+    assert lint(capsys, "empty")[0] == 2
+
+
+def test_one_bad_file_does_not_hide_the_findings_of_others(tmp_path, capsys):
+    (tmp_path / "bad.json").write_text(SCHEMA)
+    (tmp_path / "broken.json").write_text('{"type": "object",\n "properties": {]}')
+    code, out, err = lint(capsys, "broken.json", "bad.json", "--select", "OV004")
+    assert code == 2
+    assert "bad.json:4: OV004" in out
+    assert err == "oneaxis: broken.json:2: not JSON: Expecting property name enclosed in double quotes, column 17\n"
+
+
+# --- fixing --------------------------------------------------------------------------------------------------
+
+
+def test_fix_moves_text_and_nothing_else(tmp_path, capsys):
+    file = tmp_path / "bad.json"
+    file.write_text(SCHEMA)
+    file.chmod(0o640)
+    code, out, _ = lint(capsys, "bad.json", "--fix", "--select", "OV004,OV005")
+    assert (code, out) == (0, "fixed 2 objects\nnothing found in 1 file\n")
+    assert (
+        file.read_text()
+        == """{
+  "type": "object",   "additionalProperties": false,
+  "properties": {
+    "reasoning": {"type": "string", "maxLength": 200},
+    "label":     {"enum": ["a", "b", "unknown"]},
+    "confidence": {"type": "number"},
+    "inner": {
+      "type": "object", "additionalProperties": false,
+      "properties": {"reason": {"type": "string", "maxLength": 9}, "verdict": {"type": ["boolean", "null"]},
+        "because, of": {"type": "null"}}
+    }
+  },
+  "required": ["label"]
+}
+"""
+    )
+    assert json.loads(file.read_text()) == json.loads(SCHEMA)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    once = file.stat()
+    lint(capsys, "bad.json", "--fix")
+    assert file.stat().st_mtime_ns == once.st_mtime_ns
+    assert os.listdir(tmp_path) == ["bad.json"]
+
+
+def test_fix_moves_the_lines_of_yaml_with_their_comments(tmp_path, capsys):
+    file = tmp_path / "answer.yaml"
+    file.write_text(YAML)
+    code, out, _ = lint(capsys, "answer.yaml", "--fix")
+    assert (code, out) == (0, "fixed 1 object\nnothing found in 1 file\n")
+    head, label, rest = YAML.split("properties:\n")[0], *YAML.split("properties:\n")[1].split("  reasoning:")
+    reasoning, tags = rest.split("  tags:")
+    assert file.read_text() == f"{head}properties:\n  reasoning:{reasoning}{label}  tags:{tags}"
+    before = file.read_text()
+    lint(capsys, "answer.yaml", "--fix")
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("a.yaml", "{type: object, properties: {label: {enum: [a, unknown]}, reasoning: {type: string, maxLength: 9}}}"),
+    ("a.yaml", "type: object\nproperties:\n  label: &x\n    type: [boolean, 'null']\n  other: *x\n"
+     "  other_reason: {type: string, maxLength: 9}\n  label_reason: {type: string, maxLength: 9}\n  reason: *x\n"),
+])  # fmt: skip
+def test_what_cannot_be_moved_is_said_and_left_alone(tmp_path, capsys, name, text):
+    file = tmp_path / name
+    file.write_text(text)
+    code, _, err = lint(capsys, name, "--fix")
+    if code == 2:
+        assert "its text cannot be rearranged" in err
+        assert file.read_text() == text
+    else:
+        assert json.dumps(parse(file, text).data, sort_keys=True) == json.dumps(
+            parse(file, file.read_text()).data, sort_keys=True
+        )
+
+
+def test_a_fix_keeps_marks_newlines_and_links(tmp_path, capsys):
+    (tmp_path / "real.yaml").write_bytes(b"\xef\xbb\xbf" + YAML.rstrip("\n").replace("\n", "\r\n").encode())
+    (tmp_path / "link.yaml").symlink_to("real.yaml")
+    lint(capsys, "link.yaml", "--fix")
+    assert (tmp_path / "link.yaml").is_symlink()
+    written = (tmp_path / "real.yaml").read_bytes()
+    assert written.startswith(b"\xef\xbb\xbf# an answer\r\ntype: object\r\nproperties:\r\n  reasoning:")
+    assert written.count(b"\r\n") == written.count(b"\n") == YAML.count("\n") - 1
+
+
+def test_ignored_codes_are_not_fixed(tmp_path, capsys):
+    (tmp_path / "bad.json").write_text(SCHEMA)
+    lint(capsys, "bad.json", "--fix", "--ignore", "OV004,OV005")
+    assert (tmp_path / "bad.json").read_text() == SCHEMA
+
+
+def test_reorder_refuses_what_would_change_the_data(tmp_path):
+    """A multi-line string whose lines stand left of its key: moving lines would tear it; the check sees that."""
+    text = 'properties:\n    label: "a\n\n  b"\n    reasoning: c\n'
+    document = parse(tmp_path / "a.yaml", text)
+    moved = reorder(document, {"/properties": ["reasoning", "label"]})
+    assert moved is None or moved.data == document.data
+
+
+# --- models --------------------------------------------------------------------------------------------------
+
+MODELS = '''
+from enum import Enum
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+print("imported")
+
+
+class Color(Enum):
+    red = "red"
+    green = "green"
+
+
+class Item(BaseModel):
+    color: Color
+    size: int | None = Field(alias="Size")
+
+
+class Base(BaseModel):
+    verdict: Literal["yes", "no"]
+
+
+class Answer(Base):
+    """What is asked for."""
+
+    items: list[Item] = Field(max_length=3)
+    reasoning: str = Field(
+        max_length=200,
+    )
+    note: str | None
+    accepted: bool = Field(json_schema_extra={"$comment": "oneaxis: ignore OV007"})
+'''
+
+
+def test_models_of_a_file_with_the_lines_of_their_fields(tmp_path, capsys):
+    (tmp_path / "models.py").write_text(MODELS)
+    lines = MODELS.splitlines()
+    found = {(each["code"], lines[each["line"] - 1].strip()) for each in findings(capsys, "models.py")}
+    assert found == {
+        ("OV001", "class Color(Enum):"), ("OV001", 'verdict: Literal["yes", "no"]'), ("OV002", "note: str | None"),
+        ("OV004", 'verdict: Literal["yes", "no"]'), ("OV004", "accepted: bool = Field("
+         'json_schema_extra={"$comment": "oneaxis: ignore OV007"})'),
+    } - {("OV004", "accepted: bool = Field(" 'json_schema_extra={"$comment": "oneaxis: ignore OV007"})')}  # fmt: skip
+    assert {each["file"] for each in findings(capsys, "models.py:Answer")} == {"models.py"}
+    assert {each["code"] for each in findings(capsys, "models:Item")} == {"OV001"}
+    # Nothing of the module's own output is in ours, and nothing is offered to be fixed.
+    assert not any(each["fixable"] for each in findings(capsys, "models.py", "--fix"))
+
+
+@pytest.mark.parametrize(("kind", "code"), [
+    ("set[int]", "OV103"), ("pathlib.Path", "OV103"), ("pydantic.SecretStr", "OV103"), ("bytes", "OV103"),
+    ("pydantic.HttpUrl", "OV102"), ("datetime.datetime", ""), ("uuid.UUID", ""), ("tuple[int, bool]", ""),
+])  # fmt: skip
+def test_types_of_pydantic_with_which_a_server_refuses(tmp_path, capsys, kind, code):
+    (tmp_path / "one.py").write_text(
+        f"import datetime, pathlib, uuid, pydantic\nclass A(pydantic.BaseModel):\n    x: {kind}\n"
+    )
+    found = findings(capsys, "one.py", "--select", "OV10", "--ignore", "OV105")
+    assert [(each["code"], each["line"]) for each in found] == ([(code, 3)] if code else [])
+
+
+@pytest.mark.parametrize(("name", "text", "message"), [
+    ("m1.py", "import nothing_of_that_name", "m1.py: cannot be imported: ModuleNotFoundError: No module named"),
+    ("m2.py", "import sys; sys.exit(3)", "m2.py: cannot be imported: SystemExit: 3"),
+    ("m3.py", "def f(:", "m3.py: cannot be imported: SyntaxError"),
+    ("m4.py", "x = 1", "m4.py: defines no Pydantic model"),
+    ("m5.py", "from pydantic import BaseModel\nclass A(BaseModel):\n    f: 'Nowhere'", "m5.py:A: has no JSON Schema"),
+    ("m6:A", "", "m6: cannot be imported: ModuleNotFoundError"),
+    ("m7.py:B", "from pydantic import BaseModel as B_\nclass A(B_): pass",
+     "m7.py has no Pydantic model 'B'; allowed: A"),
+])  # fmt: skip
+def test_models_that_cannot_be_had(tmp_path, capsys, name, text, message):
+    if text:
+        (tmp_path / name.split(":")[0]).write_text(text)
+    code, _, err = lint(capsys, name)
+    assert code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+# --- requests ------------------------------------------------------------------------------------------------
+
+
+def test_requests_line_by_line(tmp_path, capsys):
+    schema = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
+    asked = {
+        "messages": [{"role": "user", "content": "hi"}], "frequency_penalty": 0.3,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
+    }  # fmt: skip
+    lines = [asked, {"messages": [], "frequency_penalty": 0.3}, {"custom_id": "1", "method": "POST", "body": asked}]
+    (tmp_path / "r.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    found = [(each["line"], each["code"], each["pointer"]) for each in findings(capsys, "r.jsonl")]
+    assert found == [
+        (1, "OV001", "/response_format/json_schema/schema/properties/x"), (1, "OV201", "/frequency_penalty"),
+        (3, "OV201", "/body/frequency_penalty"),
+    ]  # fmt: skip
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
+    found = findings(capsys, "r.jsonl", "--generation-config", ".", "--select", "OV203")
+    assert [each["line"] for each in found] == [1, 3]
+
+
+# --- mistakes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.json", b"{", "a.json:1: not JSON"),
+    ("a.json", b"\xff\xfe{", "a.json: not UTF-8 at byte 0"),
+    ("a.json", b"", "a.json:1: not JSON"),
+    ("a.json", b"[1, 2]", "a.json:/0: '1' is no JSON Schema"),
+    ("a.json", b'{"version": 1}', "a.json: no JSON Schema: it says version"),
+    ("a.json", b'{"type": "string", "maxLength": NaN}', "a.json: NaN is not JSON"),
+    ("a.json", b'{"type": "string", "type": "null"}', "a.json: the key 'type' stands twice in one object"),
+    ("a.json", b'{"anyOf":[' * 3000, "a.json: "),
+    ("a.json", b'{"type":"array","items":' * 300 + b"{}" + b"}" * 300, "a.json: nested too deep"),
+    ("a.json", b'{"$ref": "#"}', "a.json: $ref goes in a circle"),
+    ("a.json", b" " * 5_000_001, "a.json: 5 MB; allowed: up to 5 MB"),
+    ("a.yaml", b"type: [", "a.yaml:1: not YAML"),
+    ("a.yaml", b"type: object\n1: 2\n", "a.yaml: the key 1 under / is no text"),
+    ("a.yaml", b"type: string\ndefault: 2024-01-01\n", "is no JSON; allowed: quote it"),
+    ("a.yaml", b"type: string\ntype: string\n", "a.yaml:2: not YAML: found duplicate key"),
+    ("a.yaml", b"properties: &a\n  x: *a\n", "a.yaml: /properties/x: None is not of type"),
+    ("a.yaml", b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(b"%c: &%c [%s]\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 9))
+     for c in b"bcdefgh") + b"type: string\n", "a.yaml: nested too deep or too large"),
+    ("a.yaml", b"type: !!python/object:os.system x\n", "a.yaml: "),
+    ("r.jsonl", b"", "r.jsonl: no request in it"),
+    ("r.jsonl", b"{}\n", "r.jsonl:1: no request"),
+    ("r.jsonl", b'\n{"prompt": "x"}\n{"prompt"\n', "r.jsonl:3:1: not JSON"),
+    ("r.jsonl", b'{"prompt": "x", "format": "json", "frequency_penalty": "high"}', "r.jsonl:1: /frequency_penalty:"),
+    ("r.jsonl", b'{"prompt": "x", "guided_json": {"$ref": "#/x"}}', "r.jsonl:1: /guided_json: $ref '#/x' leads"),
+])  # fmt: skip
+def test_bad_input_is_one_line_and_2(tmp_path, capsys, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    for more in ([], ["--fix"]):
+        code, _, err = lint(capsys, name, *more)
+        assert code == 2
+        assert message in err
+        assert len(err.splitlines()) == 1
+        assert (tmp_path / name).read_bytes() == content
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "lint: say what"),
+    (["nowhere.json"], "nowhere.json: No such file or directory"),
+    (["--select", "F401", "x.json"], "--select: 'F401' is no code"),
+    (["--ignore", "OV001,", "x.json"], "--ignore: '' is no code"),
+    (["--tokenizer", "org/name", "x.json"], "--tokenizer org/name: not found; allowed: a local folder"),
+    (["--generation-config", "none", "x.jsonl"], "none: No such file or directory"),
+])  # fmt: skip
+def test_bad_words(capsys, words, message):
+    code, _, err = lint(capsys, *words)
+    assert code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_pointer_lines_in_json(tmp_path):
+    text = textwrap.dedent("""\
+        {
+          "a/b": [1,
+            {"c~d": "\\u00e9 } ] ,"}],
+
+          "e": {}
+        }""")
+    document = parse(tmp_path / "x.json", text)
+    assert document.lines == {"": 1, "/a~1b": 2, "/a~1b/0": 2, "/a~1b/1": 3, "/a~1b/1/c~0d": 3, "/e": 5}
+    assert document.line("/e/none/at/all") == 5
