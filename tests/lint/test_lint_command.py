@@ -1,8 +1,11 @@
 """`oneaxis lint` as a user and a CI job run it: files, models, requests, what it prints and fixes, and mistakes."""
 
+import ast
 import json
 import os
 import stat
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -334,6 +337,20 @@ def test_requests_line_by_line(tmp_path, capsys):
     (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
     found = findings(capsys, "r.jsonl", "--generation-config", ".", "--select", "OV203")
     assert [each["line"] for each in found] == [1, 3]
+
+
+def test_it_starts_without_the_pipeline(tmp_path):
+    """What docs/lint.md has a CI job install is all that it imports."""
+    (tmp_path / "a.json").write_text(json.dumps({"$defs": {"a": SOUND}, "$ref": "#/$defs/a"}))
+    program = (
+        "import sys; from oneaxis.cli import main; code = main(['lint', 'a.json']); "
+        "print(sorted({name.split('.')[0] for name in sys.modules})); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = set(ast.literal_eval(done.stdout.splitlines()[-1]))
+    assert {"jsonschema", "networkx", "psutil", "pydantic", "ruamel"} <= loaded
+    assert not {"torch", "vllm", "transformers", "numpy", "polars", "dvc", "mlflow", "hydra", "omegaconf"} & loaded
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------

@@ -95,8 +95,12 @@ def _is_own(each: Any, module: ModuleType) -> bool:
 
 
 def _known(module: ModuleType) -> str:
-    names = [name for name, each in vars(module).items() if isinstance(each, type) and issubclass(each, BaseModel)]
-    return ", ".join(name for name in names if name != "BaseModel") or "a module with one"
+    names = [
+        name
+        for name, each in vars(module).items()
+        if isinstance(each, type) and issubclass(each, BaseModel) and each is not BaseModel
+    ]
+    return ", ".join(names) or "a module with one"
 
 
 def _import(source: str) -> ModuleType:
