@@ -266,6 +266,12 @@ def test_statements_that_take_more_than_one_answer(facts):
     assert not of(DEEP)["auto"].startswith("400")
     assert codes(DEEPER) == ["OV103"]
     assert "64 levels" in of(DEEPER)["auto"]
+    # What vLLM keeps from xgrammar and llguidance goes to outlines, which drops several patterns, and beside properties
+    # lets no other key be written, right or wrong.
+    assert codes(SEVERAL) == ["OV101"]
+    assert (of(SEVERAL)["auto"], of(SEVERAL)["accepts"]) == ("outlines", [True])
+    assert codes(BESIDE) == ["OV102"]
+    assert (of(BESIDE)["auto"], of(BESIDE)["accepts"]) == ("outlines", [False, False])
     for schema, _ in MORE:
         if (name := schema.get("format")) is not None:
             assert (of(schema)["auto"] == "xgrammar") == (name in FORMATS), name

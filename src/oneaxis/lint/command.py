@@ -79,8 +79,8 @@ def _run(options: argparse.Namespace) -> int:
             if options.fix:
                 num_fixed += _fix(path, select, ignore)
             found += chosen(lint_path(path, tokenizer, defaults), select, ignore)
-        except UserError as mistake:
-            mistakes.append(mistake)
+        except UserError as error:
+            mistakes.append(error)
     _show(found, options.format, num_files, num_fixed)
     for mistake in mistakes:
         print(f"oneaxis: {mistake}", file=sys.stderr)

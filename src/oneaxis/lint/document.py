@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from json.decoder import scanstring
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
@@ -293,8 +293,9 @@ def _swap_yaml(document: Document, pointer: str, order: list[str]) -> str | None
     if block.fa.flow_style():
         return None
     lines = document.text.splitlines(keepends=True)
-    places = [block.lc.data[key][:2] if block.lc.data and key in block.lc.data else None for key in block]
-    if any(place is None for place in places) or len({column for _, column in places}) > 1:
+    known = block.lc.data or {}
+    places: list[tuple[int, int]] = [(known[key][0], known[key][1]) for key in block if key in known]
+    if len(places) < len(block) or len({column for _, column in places}) > 1:
         return None
     column = places[0][1]
     begins = []

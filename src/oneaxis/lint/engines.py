@@ -58,6 +58,7 @@ def engine_rules(schema: Schema) -> Iterator[Finding]:
     found: list[Finding] = []
     open_objects: list[Node] = []
     conjoined: set[str] = set()
+    patterned = False
     for node in everywhere(schema):
         if not isinstance(node.schema, dict):
             continue
@@ -69,10 +70,12 @@ def engine_rules(schema: Schema) -> Iterator[Finding]:
             found += _untyped(node)
         found += _references(schema, node)
         found += _one_of(schema, node)
+        patterned = patterned or node.has("patternProperties")
         if node.has("properties") and not node.has("additionalProperties", "unevaluatedProperties"):
             open_objects.append(node)
     yield from found
-    if any(finding.code == "OV102" for finding in found):
+    # With patternProperties anywhere vLLM passes llguidance over, for outlines, which closes objects.
+    if any(finding.code == "OV102" for finding in found) and not patterned:
         for node in open_objects:
             yield Finding(
                 "OV105",
@@ -336,7 +339,8 @@ def _objects(node: Node) -> Iterator[Finding]:
         yield Finding(
             "OV102",
             f"{node.pointer}/patternProperties",
-            "vLLM keeps `patternProperties` beside `properties` from xgrammar",
+            "vLLM keeps `patternProperties` beside `properties` from xgrammar; outlines, which gets them, lets only "
+            "the named properties be written",
             "name the properties, or put the others into an object of their own",
         )
     names = node.get("propertyNames")

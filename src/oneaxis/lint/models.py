@@ -159,7 +159,8 @@ def _classes(model: type[BaseModel]) -> Iterator[type]:
             stack += [field.annotation for field in each.model_fields.values()]
         else:
             stack += typing.get_args(each)
-            if isinstance(each, typing.TypeAliasType if sys.version_info >= (3, 12) else ()):
+            # `type Name = ...` of Python 3.12.
+            if hasattr(each, "__value__"):
                 stack.append(each.__value__)
 
 

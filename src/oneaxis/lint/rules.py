@@ -4,7 +4,7 @@ A constrained answer always parses; what goes wrong moves into the values. Each 
 not among what may be written, where writing need not end, or where the order forbids thinking first."""
 
 import re
-import re._parser as regex_parser
+import re._parser as regex_parser  # type: ignore[import-not-found]
 from collections.abc import Iterator
 from typing import Any
 
