@@ -79,8 +79,7 @@ def _compose(
     What was composed before, from files that have not changed since, is not composed again: it takes Hydra a fifth of
     a second, and a plan asks for the same many times.
     """
-    here = conf_dir.resolve()
-    return copy.deepcopy(_composed(conf_dir, here, _state(here), tuple(overrides), resolve))
+    return copy.deepcopy(_composed(conf_dir, _state(conf_dir.resolve()), tuple(overrides), resolve))
 
 
 def _state(conf_dir: Path) -> tuple[tuple[str, int, int], ...]:
@@ -96,7 +95,7 @@ def _state(conf_dir: Path) -> tuple[tuple[str, int, int], ...]:
 
 @lru_cache(maxsize=512)
 def _composed(
-    conf_dir: Path, here: Path, state: tuple[tuple[str, int, int], ...], overrides: tuple[str, ...], resolve: bool
+    conf_dir: Path, state: tuple[tuple[str, int, int], ...], overrides: tuple[str, ...], resolve: bool
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str | None]]:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir

@@ -365,12 +365,11 @@ def _over_requests(
     joined = [{key: np.concatenate([each[key] for each in side]) for key in side[0]} for side in timed]
     paired = len(arms.baseline) == len(arms.candidate) == 1 and same_prompts(arms.baseline[0], arms.candidate[0])
 
-    kept = [np.concatenate([good(run, arms.bound or Bound(), from_intended) for run in runs]) for _, runs in arms.sides]
-
     def statistic(side: int) -> Callable[[np.ndarray], float]:
         own = joined[side]
-        if name == "attainment":
-            return lambda rows: float(kept[side][rows].mean())
+        if arms.bound and name == "attainment":
+            kept = np.concatenate([good(run, arms.bound, from_intended) for run in arms.sides[side][1]])
+            return lambda rows: float(kept[rows].mean())
         if name == "itl_mean_ms":
             return lambda rows: itl_mean(own, rows) or math.nan
         values = own[kind]

@@ -17,9 +17,11 @@ from oneaxis.errors import UserError
 from oneaxis.multirun.record import Status, read_status
 from oneaxis.report.results import Results, read_results
 
-SERVED = ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate", "quantize",
-          "make_draft")  # fmt: skip
-"""What an engine's checkpoint, and a draft beside it, come from."""
+CHECKPOINT = ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate", "quantize")
+"""What an engine's checkpoint comes from."""
+
+SERVED = (*CHECKPOINT, "make_draft")
+"""The same, with a draft beside it."""
 
 UPSTREAM: dict[str, tuple[str, ...]] = {
     "fetch_model": (),
@@ -32,8 +34,8 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
     "make_draft": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo"),
     "serve": SERVED,
     "sweep": SERVED,
-    "score": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate", "quantize"),
-    "split": ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate", "quantize"),
+    "score": CHECKPOINT,
+    "split": CHECKPOINT,
 }
 """Stages whose payload reaches a stage; the edges of `dvc.yaml`, followed to the end."""
 

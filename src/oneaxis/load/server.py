@@ -17,8 +17,8 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -149,15 +149,29 @@ async def read_page(target: Target, session: aiohttp.ClientSession) -> str:
     Raises:
         RunError: when the engine is gone, or does not answer.
     """
-    try:
-        async with session.get(f"{target.base_url}/metrics", timeout=aiohttp.ClientTimeout(total=30)) as response:
-            if response.status == 404:
-                return ""
+    page = ""
+    async with (
+        answering(target, "/metrics") as url,
+        session.get(url, timeout=aiohttp.ClientTimeout(total=30)) as response,
+    ):
+        if response.status != 404:
             response.raise_for_status()
-            return await response.text()
+            page = await response.text()
+    return page
+
+
+@asynccontextmanager
+async def answering(target: Target, page: str) -> AsyncIterator[str]:
+    """The address of one of the server's own pages, for a request in the block.
+
+    Raises:
+        RunError: when the engine is gone, with its last words, or does not answer.
+    """
+    try:
+        yield f"{target.base_url}{page}"
     except (aiohttp.ClientError, OSError) as error:
         await require_alive_for(target, SETTLE_S)
-        raise RunError(f"the engine does not answer /metrics: {type(error).__name__}: {error}") from error
+        raise RunError(f"the engine does not answer {page}: {type(error).__name__}: {error}") from error
 
 
 def parse_lines(page: str, names: tuple[str, ...]) -> dict[str, float]:

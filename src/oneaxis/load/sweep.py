@@ -30,6 +30,7 @@ from oneaxis.load.server import (
     SAMPLE_SCHEMA,
     SETTLE_S,
     Target,
+    answering,
     read_account,
     require_alive_for,
     sample_state,
@@ -190,12 +191,8 @@ async def _reset_prefix_cache(target: Target, session: aiohttp.ClientSession) ->
     Raises:
         RunError: when the engine is gone, or does not answer.
     """
-    try:
-        async with session.post(f"{target.base_url}/reset_prefix_cache") as response:
-            if response.status != 200:
-                return False
-            answer = await response.json(content_type=None)
-    except (aiohttp.ClientError, OSError) as error:
-        await require_alive_for(target, SETTLE_S)
-        raise RunError(f"the engine does not answer /reset_prefix_cache: {type(error).__name__}: {error}") from error
+    async with answering(target, "/reset_prefix_cache") as url, session.post(url) as response:
+        if response.status != 200:
+            return False
+        answer = await response.json(content_type=None)
     return not isinstance(answer, dict) or bool(answer.get("success", True))
