@@ -118,6 +118,8 @@ class FakeServer:
     _served: asyncio.Lock = field(default_factory=asyncio.Lock)
     _starts: set[tuple[int, ...]] = field(default_factory=set)
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+    connections: dict[asyncio.Task[Any], asyncio.WriteTransport] = field(default_factory=dict)
+    """All that there were, by the task that handles them."""
 
     def alive(self) -> bool:
         """Whether it has not been killed."""
@@ -143,6 +145,9 @@ class FakeServer:
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, its requests one after another until it is closed."""
         self._writers.add(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self.connections[task] = writer.transport
         try:
             while await self._handle(reader, writer):
                 await writer.drain()
@@ -427,8 +432,12 @@ def fake_server(
         ready.set()
         await stop.wait()
         listener.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
+        # A handler that is cancelled before it began closes no connection: only those that began are.
+        while asyncio.all_tasks() - {asyncio.current_task()}:
+            for task, transport in server.connections.items():
+                task.cancel()
+                transport.abort()
+            await asyncio.sleep(0.01)
 
     def run() -> None:
         loop.run_until_complete(serve())
