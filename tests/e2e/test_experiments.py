@@ -24,7 +24,7 @@ from tests.e2e.clone import clone
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {"prefix_caching", "prefix_caching_repeated", "batch_limit", "schemes_under_load", "speculation_ngram",
-             "chunked_prefill", "ches_filter", "nll_anchor", "smoothing_sites"}  # fmt: skip
+             "speculation_draft", "chunked_prefill", "ches_filter", "nll_anchor", "gptq_rounding", "smoothing_sites"}  # fmt: skip
 """Only planned (tests/multirun/test_experiments.py), since a minute each is too much: other experiments run the same
 stages, and tests of the load and the engine run what is their own."""
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml") if path.stem not in ELSEWHERE)
@@ -48,7 +48,6 @@ SMALLER = {
     "int8_dynamic": TIMED,
     "prefix_caching_hidden": TIMED,
     "async_scheduling": TIMED,
-    "speculation_draft": [*ONCE, *MANY, "load.users=[1,2]", "experiment.values=[none,layers_tiny]"],
     # The default model is not for tests.
     "step_overhead": [
         *ONCE,

@@ -16,6 +16,7 @@ from oneaxis.load.client import Record, Request, request_table, requests_of, sen
 from oneaxis.load.plan import PLAN_SCHEMA
 from tests.load.fake_server import Answer, fake_server
 
+pytestmark = pytest.mark.clock
 TOLERANCE_S = 0.06
 """On a shared machine; the scripted gaps are told apart by far more."""
 

@@ -45,6 +45,7 @@ def test_the_table_of_faults_in_the_docs_is_that_of_the_tests(root: Path) -> Non
     assert page == with_table(page), "make it anew: python -m tests.load.faults"
 
 
+@pytest.mark.clock
 def test_a_hundred_clean_runs_raise_no_guard() -> None:
     """Of all chunkings, with other prompts, arrivals and shapes each."""
     cases = []

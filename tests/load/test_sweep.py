@@ -28,6 +28,7 @@ from oneaxis.load.trace import TRACE_SCHEMA
 from tests.load.fake_server import Answer, FakeServer, fake_server
 from tests.load.sections import UNUSED
 
+pytestmark = pytest.mark.clock
 HELD = {"device": "cpu 0-1", "exclusive": True, "waited_s": 0.0}
 GUARDS = Guards(max_send_lag_p99_ms=100.0, max_prefix_hit_rate=0.01, max_token_disagreement=0.01, max_stall_shift=1.0,
                 max_stray_cpu_share=1.0, max_server_disagreement=0.05, max_server_disagreement_ms=50.0)  # fmt: skip

@@ -259,6 +259,9 @@ def conclude(
 FASTEST_ANSWER_S = 0.01
 """Prompts for one user are drawn for answers that take no less."""
 
+SPARE_PROMPTS = 2.0
+"""Prompts drawn for each user, against what the fastest answer seen would need: engines become faster, too."""
+
 
 def run_load(
     target: Target,
@@ -307,7 +310,7 @@ def search_sweep(
         def measure(
             kind: str, size: float, attempt: int, shape: Shape = shape, cells: list[tuple[int, Plan, Sweep]] = cells
         ) -> Cell:
-            probe = _settings(load, shape, kind, size, most_users, _serial_s(cells, attempt))
+            probe = _settings(load, shape, kind, size, most_users, _serial_s(cells, kind, attempt))
             # An attempt, and the endpoint that is measured again, have draws of their own.
             own = f"{session}, search {attempt}{', again' if kind == 'serial again' else ''}"
             plan = draw_plan(probe, text, seed=seed, session=own, repetition=repetition, prompts=prompts)
@@ -334,14 +337,17 @@ def _settings(load: Load, shape: Shape, kind: str, size: float, most_users: int,
     users = 1 if kind.startswith("serial") else load.search.users or most_users
     return load.model_copy(update={
         "arrival": "closed", "shapes": [shape], "rates_rps": [], "burstiness": None, "users": [users],
-        "think_time_s": 0.0, "requests_per_user": math.ceil(1.2 * load.duration_s / serial_s) + 2, "search": None,
+        "think_time_s": 0.0, "requests_per_user": math.ceil(SPARE_PROMPTS * load.duration_s / serial_s) + 2, "search": None,
     })  # fmt: skip
 
 
-def _serial_s(cells: Sequence[tuple[int, Plan, Sweep]], attempt: int) -> float:
-    """The fastest answer to one user in this attempt: nobody is answered faster among others. Before it, a guess."""
+def _serial_s(cells: Sequence[tuple[int, Plan, Sweep]], kind: str, attempt: int) -> float:
+    """The fastest answer to one user in this attempt: nobody is answered faster among others.
+
+    For one user alone, at first and again, a guess: an engine that has become faster since needs more prompts.
+    """
     own = [sweep.requests for number, _, sweep in cells if number == attempt]
-    if not own:
+    if kind.startswith("serial") or not own:
         return FASTEST_ANSWER_S
     times = own[0].filter(pl.col("status") == "ok").select(pl.col("done_s") - pl.col("sent_s")).to_series()
     return max(float(times.min()), FASTEST_ANSWER_S)  # type: ignore[arg-type]
