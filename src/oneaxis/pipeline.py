@@ -71,7 +71,7 @@ def check_inputs(root: Path, config: Config) -> None:
             argument that vLLM or TRL does not have or that contradicts another setting; naming the key, the value and
             what is allowed.
     """
-    if config.serve.kind == "vllm" and config.serve.engine_args:
+    if config.serve.kind == "vllm" and (config.serve.engine_args or config.serve.batch_invariant):
         from oneaxis.serve.command import check_contradictions, check_engine_args, engine_device, known_arguments
 
         check_engine_args(config.serve.engine_args, known_arguments())

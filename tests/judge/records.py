@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "quantize": {"kind": "w8a8_int8_dynamic", "smooth": {"alpha": 0.5, "sites": ["down"]}},
     "draft": {"kind": "none"},
     "split": {"kind": "none"},
+    "diverge": {"kind": "none"},
     "serve": {"dtype": "bfloat16", "max_num_seqs": 16, "threads": 2, "engine_args": {}},
     "load": {"duration_s": 40.0, "service_class": {"ttft_ms": 1500.0, "tpot_ms": 150.0}},
     "score": {"engine": "transformers"},

@@ -22,6 +22,8 @@ NOW = datetime(2026, 1, 31, tzinfo=UTC)
 def test_every_experiment_plans_at_both_sizes(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # An optional package: a plan is the same where it is not installed.
     monkeypatch.setattr("oneaxis.split.nixl.check_nixl", lambda kind: None)
+    # And a device that one of them needs.
+    monkeypatch.setattr("oneaxis.serve.command.engine_device", lambda: "gpu")
     full = make_plan(root, [f"experiment={name}"], resume=None, now=NOW)
     small = make_plan(root, [f"experiment={name}", "profile=tiny"], resume=None, now=NOW)
     assert full.experiment["name"] == name
@@ -45,6 +47,14 @@ def test_every_experiment_has_a_page_that_the_index_lists(root: Path, name: str)
     assert f"oneaxis run -m experiment={name}" in page
     index = (root / "docs" / "experiments" / "index.md").read_text(encoding="utf-8")
     assert f"({name}.md)" in index
+
+
+def test_what_a_cpu_has_no_kernels_for_is_refused_before_anything_runs(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oneaxis.serve.command.engine_device", lambda: "cpu")
+    with pytest.raises(UserError, match=r"serve\.batch_invariant=true: vLLM has .* kernels for GPUs alone"):
+        make_plan(root, ["experiment=divergence_batch_invariant"], resume=None, now=NOW)
 
 
 def test_claims_follow_the_rates_of_the_profile(root: Path) -> None:

@@ -145,6 +145,16 @@ def test_what_fits_together_passes() -> None:
     check_contradictions(serve(engine_args={"enable_sleep_mode": True, "block_size": 16}), "gpu")
 
 
+def test_batch_invariant_kernels_are_for_gpus_and_asked_for_by_the_environment() -> None:
+    with pytest.raises(UserError, match=r"serve\.batch_invariant=true: .* for GPUs alone, .*dies of its first request"):
+        check_contradictions(serve(batch_invariant=True), "cpu")
+    check_contradictions(serve(batch_invariant=True), "gpu")
+    inherited = {"VLLM_BATCH_INVARIANT": "1"}
+    for asked in (True, False):
+        environment, _ = engine_environment(inherited, serve(batch_invariant=asked), device="gpu", folder=Path("/x"))
+        assert environment.get("VLLM_BATCH_INVARIANT") == ("1" if asked else None)
+
+
 def test_a_secret_is_refused_without_being_repeated() -> None:
     with pytest.raises(UserError) as refusal:
         check_engine_args({"api_key": "sk-123"}, frozenset())

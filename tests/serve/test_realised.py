@@ -99,6 +99,11 @@ def test_threads_that_the_engine_did_not_get() -> None:
     assert keys(found(settings={"threads": 4})) == ["serve.threads"]
 
 
+def test_batch_invariance_is_what_the_engines_environment_says() -> None:
+    assert found()["resolved"]["batch_invariant"] is False
+    assert keys(found(settings={"batch_invariant": True})) == ["serve.batch_invariant"]
+
+
 def test_async_scheduling_that_resolves_to_false() -> None:
     result = found(settings={"engine_args": {"async_scheduling": True}})
     assert result["differences"] == [

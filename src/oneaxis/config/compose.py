@@ -258,6 +258,7 @@ def _key(prefix: list[str], location: tuple[int | str, ...]) -> str:
         "on_policy",
         "vllm",
         "attach",
+        "greedy",
         "w8a8_int8_dynamic",
         "w8a8_int8_static",
         "w4a16",

@@ -486,6 +486,8 @@ class Serve(Section):
     """Of an engine that is killed from outside while it starts; one that dies later, or by its settings, stays dead."""
     engine_args: dict[str, Any]
     """Further arguments of `vllm serve`, by their names in Python (`swap_space: 4`), checked in the realised config."""
+    batch_invariant: bool = False
+    """Kernels whose sums do not depend on what else is in the batch (vLLM's VLLM_BATCH_INVARIANT); GPUs only."""
 
 
 class ServeAttach(Section):
@@ -580,6 +582,42 @@ class SplitNixl(Section):
 
 
 Split = Annotated[SplitNone | SplitNixl, Field(discriminator="kind")]
+
+
+# --- diverge -> diverge --------------------------------------------------------------------------------------------
+
+
+class DivergeNone(Section):
+    """No answer is asked for twice."""
+
+    kind: Literal["none"]
+
+
+class DivergeGreedy(Section):
+    """The same prompts at temperature 0, over and over, one at a time and many at a time (`oneaxis.diverge`)."""
+
+    kind: Literal["greedy"]
+    prompts: Annotated[int, Field(ge=2, le=1000)]
+    """Pieces of the held-out text."""
+    prompt_tokens: Count
+    """Longer than a block of the prefix cache (128 tokens on a CPU), or nothing is found in it."""
+    output_tokens: Annotated[int, Field(ge=2)]
+    """Longest output; the model may end one before."""
+    repeats: Annotated[int, Field(ge=2, le=100)]
+    """Outputs to each prompt, at each of the two levels: one output shows no divergence."""
+    concurrency: Annotated[int, Field(ge=2, le=1000)]
+    """Requests at a time at the level `loaded`; at the level `alone` it is one."""
+
+    def too_long(self, max_model_len: int) -> str:
+        """Why an engine of this length cannot take these requests; empty: it can."""
+        total = self.prompt_tokens + self.output_tokens
+        if total <= max_model_len:
+            return ""
+        asked = f"diverge.prompt_tokens={self.prompt_tokens}, diverge.output_tokens={self.output_tokens}"
+        return f"{asked}: {total} tokens; allowed: at most serve.max_model_len={max_model_len}"
+
+
+Diverge = Annotated[DivergeNone | DivergeGreedy, Field(discriminator="kind")]
 
 
 # --- sample -> sample_pairs --------------------------------------------------------------------------------------
@@ -1001,7 +1039,7 @@ class Guards(Section):
 
 Value = bool | int | float | str
 StageName = Literal["fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate",
-                    "quantize", "make_draft", "serve", "split", "sweep", "score", "report"]  # fmt: skip
+                    "quantize", "make_draft", "serve", "split", "diverge", "sweep", "score", "report"]  # fmt: skip
 
 
 class Change(Section):
@@ -1118,6 +1156,7 @@ class Config(BaseModel):
     quantize: Quantize
     draft: Draft
     split: Split
+    diverge: Diverge
     serve: Annotated[ServeSection, Field(discriminator="kind")]
     load: Load
     score: Score
@@ -1145,6 +1184,8 @@ class Config(BaseModel):
                     f"load.shapes: {shape.name} is {prompt} + {output} = {prompt + output} tokens; "
                     f"allowed: at most serve.max_model_len={self.serve.max_model_len}"
                 )
+        if self.diverge.kind == "greedy" and (said := self.diverge.too_long(self.serve.max_model_len)):
+            raise ValueError(said)
         return self
 
 
@@ -1159,6 +1200,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "make_draft": ("draft", "seed"),
     "serve": ("serve", "draft", "measure"),
     "split": ("serve", "split", "measure", "seed"),
+    "diverge": ("serve", "draft", "diverge", "measure", "seed"),
     "sweep": ("serve", "draft", "load", "guards", "measure", "seed"),
     "score": ("score", "serve", "seed"),
     "report": ("report",),
@@ -1182,7 +1224,8 @@ def derived_paths(config: dict[str, Any]) -> dict[str, str]:
         `policy` and `served`, the checkpoints after training and after quantisation; `sampled`, the checkpoint that
         pairs are sampled from, and `pairs`, those that are filtered; `drafted`, `draft_text` and `draft_heldout`, what
         a draft model is made from, and `draft`, the model; `split` and `split_text`, what is served by two engines and
-        asked of them; `model_source`, `sample_source`, `load_source` and one
+        asked of them; `diverge`, `diverge_draft` and `diverge_text`, what is asked over and over, with which draft, and
+        for what; `model_source`, `sample_source`, `load_source` and one
         `<table>_source` per table: the user's own files, on which DVC then depends by content.
     """
     trained = config["train"]["kind"] != "none"
@@ -1197,6 +1240,10 @@ def derived_paths(config: dict[str, Any]) -> dict[str, str]:
     divided = config["split"]["kind"] != "none"
     paths["split"] = paths["served"] if divided else DEFAULT_SOURCE
     paths["split_text"] = "artifacts/prepare_data/heldout.parquet" if divided else DEFAULT_SOURCE
+    repeated = config["diverge"]["kind"] != "none"
+    paths["diverge"] = paths["served"] if repeated else DEFAULT_SOURCE
+    paths["diverge_draft"] = paths["draft"] if repeated else DEFAULT_SOURCE
+    paths["diverge_text"] = "artifacts/prepare_data/heldout.parquet" if repeated else DEFAULT_SOURCE
     sampled = config["sample"]["kind"] != "none"
     paths["sampled"] = "artifacts/fetch_model/checkpoint" if sampled else DEFAULT_SOURCE
     paths["pairs"] = f"artifacts/{'sample_pairs' if sampled else 'prepare_data'}/pairs.parquet"

@@ -188,8 +188,8 @@ def _claim(
     arms: dict[str, list[Record]], metric: str, better: units.Better | None, bar: float, margin: float | None
 ) -> Claim:
     names = units.metric_names(arms)
-    derived = units.kind_of(metric) in ("perplexity", "nll", "copies", "items", "pairs", "escapes", "answers")
-    if metric not in names and not derived:
+    by_tables = ("perplexity", "nll", "copies", "items", "pairs", "escapes", "answers", "prompts")
+    if metric not in names and units.kind_of(metric) not in by_tables:
         near = [name for name in names if name.rpartition("/")[2] == metric.rpartition("/")[2]]
         shown = near or [name for name in names if units.kind_of(name) != "none"]
         listed = ", ".join(shown[:12]) or "none is there"

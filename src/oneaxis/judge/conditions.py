@@ -256,9 +256,9 @@ FOLLOWS_CHECKPOINT = ("quantization", "kernels", "kv_cache_tokens")
 def realised_alike(baseline: Record, candidate: Record, axes: Sequence[Axis], stage: str) -> list[Finding]:
     """Guard 3 over two arms: what the engine runs differs only where the axis explains it; guard 10: its room.
 
-    The stage `split` starts engines of its own, and says what each of them runs.
+    The stages `split` and `diverge` start engines of their own, and say what they run.
     """
-    where = "split" if stage == "split" else "serve"
+    where = stage if stage in ("split", "diverge") else "serve"
     documents = [record.results.document(where, "realised.json") for record in (baseline, candidate)]
     if None in documents:
         missing = [r.name for r, found in zip((baseline, candidate), documents, strict=True) if found is None]

@@ -35,6 +35,7 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
     "serve": SERVED,
     "sweep": SERVED,
     "score": CHECKPOINT,
+    "diverge": SERVED,
     "split": CHECKPOINT,
 }
 """Stages whose payload reaches a stage; the edges of `dvc.yaml`, followed to the end."""

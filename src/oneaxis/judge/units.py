@@ -10,6 +10,8 @@
     train_dpo/{chosen,rejected,margin}_*    held-out pair                 difference of log-probability
     train_dpo/escape_<text>_*               benign prompt                 difference of log-probability
     train_dpo/{refusal,empty}_rate_*        benign prompt                 refused (or left empty) or not
+    diverge/{alone,loaded}/several_share,   prompt                        several outputs (or another commonest one),
+    diverge/modal_differs_share                                           or not
     serve/cold_start_s, sweep/<cell>/*,     repetition (alternating runs  difference
     sweep/<shape>/capacity_tok_s,           of one session)
     sweep/<shape>/step_*
@@ -29,13 +31,14 @@ from typing import Literal
 import numpy as np
 import polars as pl
 
+from oneaxis.diverge.measure import per_prompt
 from oneaxis.judge.records import Record
 from oneaxis.load.levels import LABEL, level_name
 from oneaxis.load.metrics import requests_needed
 from oneaxis.score.metrics import SCORERS
 
-Kind = Literal["perplexity", "nll", "copies", "items", "pairs", "escapes", "answers", "repetitions", "requests",
-               "exact", "none"]  # fmt: skip
+Kind = Literal["perplexity", "nll", "copies", "items", "pairs", "escapes", "answers", "prompts", "repetitions",
+               "requests", "exact", "none"]  # fmt: skip
 Better = Literal["lower", "higher"]
 
 CELL_LATENCY = re.compile(rf"^sweep/(?P<shape>[^/]+)/(?P<level>{LABEL})/(?P<name>[^/]+)$")
@@ -48,6 +51,8 @@ TIMED_IN_CELL = re.compile(
 )
 
 OF_A_SHAPE = re.compile(r"^sweep/[^/]+/(capacity_tok_s|step_base_ms|step_per_request_ms)$")
+
+DIVERGED = re.compile(r"^diverge/(?P<metric>(alone|loaded)/several_share|modal_differs_share)$")
 
 OF_SPLIT = re.compile(r"^split/(prefill|transfer|first_token|decode|client|tpot)_ms$")
 
@@ -98,6 +103,8 @@ def kind_of(metric: str) -> Kind:
         return "escapes"
     if ANSWERED.match(metric):
         return "answers"
+    if DIVERGED.match(metric):
+        return "prompts"
     if metric in EXACT:
         return "exact"
     cell = CELL_LATENCY.match(metric)
@@ -116,6 +123,7 @@ UNIT_NAMES: dict[Kind, str] = {
     "pairs": "held-out pair",
     "escapes": "benign prompt",
     "answers": "benign prompt",
+    "prompts": "prompt",
     "repetitions": "repetition",
     "requests": "request",
     "exact": "run",
@@ -126,6 +134,10 @@ UNIT_NAMES: dict[Kind, str] = {
 def better_of(metric: str) -> Better | None:
     """Which way is better, where a name says it; None where it does not."""
     name = metric.rpartition("/")[2]
+    if metric.startswith("diverge/"):
+        lower = r"unique_(mean|max)|(several|diverged|modal_differs)_share|flip_rate|diverged_at_500"
+        higher = r"modal_share|agree_with_alone|first_divergence_(min|median)"
+        return "lower" if re.fullmatch(lower, name) else "higher" if re.fullmatch(higher, name) else None
     if re.search(
         r"perplexity|nll|^kl$|^step_|_ms$|ttft|itl|tpot|e2e|cold_start|failed|rejected|escape|refusal_rate|empty_rate|error",
         name,
@@ -177,6 +189,8 @@ def pair(metric: str, baseline: Sequence[Record], candidate: Sequence[Record]) -
         return _benign_prompts(metric, first, second)
     if kind == "copies":
         return _copies(first, second)
+    if kind == "prompts":
+        return _repeated_prompts(metric, first, second)
     return _sequences(metric, first, second)
 
 
@@ -378,6 +392,31 @@ def _benign_prompts(metric: str, baseline: Record, candidate: Record) -> Paired 
     if not len(first):
         return Problem("unresolved", "no benign prompt was answered", "set train.probes.answers higher than 0")
     return Paired(first, second, float(first.mean()), float(second.mean()))
+
+
+# --- repeated prompts -----------------------------------------------------------------------------------------------
+
+
+def _repeated_prompts(metric: str, baseline: Record, candidate: Record) -> Paired | Problem:
+    """Per prompt, whether its repeated greedy outputs were several, or their commonest another under load."""
+    match = DIVERGED.match(metric)
+    assert match
+    asked, values, repeats = [], [], []
+    for record in (baseline, candidate):
+        outputs = record.results.table("diverge", "outputs.parquet")
+        prompts = record.results.table("diverge", "prompts.parquet")
+        if outputs is None or prompts is None:
+            return _missing(record, f"diverge/{'outputs' if outputs is None else 'prompts'}.parquet")
+        asked.append(prompts.sort("prompt"))
+        repeats.append(outputs["repeat"].n_unique())
+        values.append(per_prompt(outputs, match["metric"])["value"].to_numpy())
+    if not asked[0].equals(asked[1]):
+        return _other_units("prompts")
+    if repeats[0] != repeats[1]:
+        said = f"a prompt had {repeats[0]} outputs in the baseline and {repeats[1]} in the candidate"
+        return Problem("unresolved", f"{said}: more outputs show more divergence",
+                       "give both arms the same diverge.repeats")  # fmt: skip
+    return Paired(values[0], values[1], float(values[0].mean()), float(values[1].mean()))
 
 
 # --- timings --------------------------------------------------------------------------------------------------------

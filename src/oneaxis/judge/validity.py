@@ -59,6 +59,9 @@ def _not_measured(results: "Results", stages: Sequence[str]) -> list[str]:
     if "split" in stages:
         told = results.document("split", "summary.json") or {}
         reasons += [f"split: {reason}" for reason in told.get("invalid", [])]
+    if "diverge" in stages:
+        told = results.document("diverge", "summary.json") or {}
+        reasons += [f"diverge: {reason}" for reason in told.get("invalid", [])]
     summary = results.document("score", "summary.json")
     if "score" in stages and (not summary or not summary.get("tasks")):
         reasons.append("score: no items were scored")
@@ -101,6 +104,8 @@ def _warnings(results: "Results") -> list[str]:
         odd = [answer["prompt"] for answer in results.document("serve", "smoke.json") or [] if not answer["sane"]]
         warnings += [f"odd answer of the served model to {prompt!r}" for prompt in odd]
     warnings += [f"split: {said}" for said in (results.document("split", "summary.json") or {}).get("warnings", [])]
+    told = results.document("diverge", "summary.json") or {}
+    warnings += [f"diverge: {said}" for said in told.get("warnings", [])]
     realised = results.document("serve", "realised.json") or {}
     warnings += [f"engine: {caution}" for caution in realised.get("cautions", [])]
     dirty = sorted(stage for stage, facts in results.provenance.items() if facts.get("git", {}).get("dirty"))

@@ -8,6 +8,7 @@ import re
 
 from oneaxis.config import Config
 from oneaxis.config.schema import Load, Score
+from oneaxis.diverge.measure import metric_names as diverge_names
 from oneaxis.load.levels import at_one_rate, level_size, levels, shape_names
 from oneaxis.load.steps import MIN_LEVELS, STEP_METRICS
 from oneaxis.load.summary import CAPACITY_METRICS, CELL_METRICS
@@ -95,6 +96,10 @@ def _names(config: Config, stage: str) -> set[str]:
             return {"requests"}
         case "split":
             return set(SPLIT)
+        case "diverge" if config.diverge.kind == "none":
+            return {"prompts"}
+        case "diverge":
+            return diverge_names()
         case "sweep":
             shapes = shape_names(config.load)
             guesses = 0 if config.draft.kind == "none" else config.draft.num_tokens

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 
 from oneaxis.judge.validity import differences
-from oneaxis.report import displaced, filtering, plots, quantisation, sampled, scores, served, text
+from oneaxis.report import displaced, diverged, filtering, plots, quantisation, sampled, scores, served, text
 from oneaxis.report.facts import SCORERS, cells
 from oneaxis.report.plots import Plot
 from oneaxis.report.results import STAGES, Results
@@ -33,7 +33,8 @@ class Section:
 
 def all_sections(results: Results) -> list[Section]:
     """In the order of the page."""
-    parts = (quality, preference, latency, scoring, guards, realised, provenance)
+    repeated = (divergence,) if results.section("diverge").get("kind", "none") != "none" else ()
+    parts = (quality, preference, latency, scoring, *repeated, guards, realised, provenance)
     return [part(results) for part in parts]
 
 
@@ -161,6 +162,17 @@ def scoring(results: Results) -> Section:
     return section
 
 
+def divergence(results: Results) -> Section:
+    """What the same prompts gave at temperature 0, alone and under load."""
+    section = Section("divergence", "Divergence", lead="The same prompts at temperature 0, one at a time and many.")
+    section.tables += diverged.tables(results)
+    if not section.tables:
+        section.absent = "diverge did not run."
+        return section
+    section.lead = f"{section.lead} {diverged.words(results)}"
+    return section
+
+
 def _chance(results: Results) -> dict[str, float]:
     """Accuracy of guessing per task: the mean of 1 / options."""
     table = results.table("score", "table.parquet")
@@ -231,7 +243,7 @@ def realised(results: Results) -> Section:
 def _starts(results: Results) -> list[Table]:
     """How each stage came to its engine, where that was not one start in a process of its own."""
     rows = []
-    for stage in ("serve", "sweep", "score"):
+    for stage in ("serve", "diverge", "sweep", "score"):
         observed = results.observed(stage)
         how, restarts = observed.get("start"), observed.get("restarts") or []
         if restarts or how not in (None, "cold"):

@@ -63,6 +63,9 @@ REFUSED = {
 KEPT_ENVIRONMENT = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_HOST_IP", "VLLM_NCCL_SO_PATH", "VLLM_CUDART_SO_PATH")
 """Inherited VLLM_ variables that say where things are, not how the engine runs."""
 
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""vLLM has no argument for it."""
+
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -137,6 +140,10 @@ def check_contradictions(settings: Serve, device: Device) -> None:
     if settings.enforce_eager and "compilation_config" in arguments:
         raise UserError("serve.engine_args.compilation_config: nothing is compiled with serve.enforce_eager=true; "
                         "allowed: with serve.enforce_eager=false")  # fmt: skip
+    if settings.batch_invariant and device == "cpu":
+        raise UserError("serve.batch_invariant=true: vLLM has batch-invariant kernels for GPUs alone, and a CPU engine "
+                        "with this passes /health and dies of its first request; allowed: false (serve=reproducible "
+                        "computes one request at a time instead), or an engine on a GPU")  # fmt: skip
     _check_speculation(arguments.get("speculative_config"))
     _check_transfer(arguments.get("kv_transfer_config"))
     if device == "cpu":
@@ -305,4 +312,6 @@ def engine_environment(
         environment["VLLM_CPU_INT4_W4A8"] = "0"
     if single_process(settings, device):
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if settings.batch_invariant:
+        environment[BATCH_INVARIANT] = "1"
     return environment, [name for name in dropped if name not in environment]

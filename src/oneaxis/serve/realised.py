@@ -17,7 +17,7 @@ from typing import Any
 import polars as pl
 
 from oneaxis.config.schema import Serve, ServeAttach
-from oneaxis.serve.command import Device, kv_cache_bytes, num_threads
+from oneaxis.serve.command import BATCH_INVARIANT, Device, kv_cache_bytes, num_threads
 from oneaxis.serve.endpoint import Endpoint
 from oneaxis.serve.engine import Engine
 from oneaxis.serve.log import kernels
@@ -259,6 +259,7 @@ def asked_settings(settings: Serve, device: Device) -> dict[str, Any]:
         "kv_cache_dtype": settings.kv_cache_dtype,
         "prefix_caching": settings.prefix_caching,
         "enforce_eager": settings.enforce_eager,
+        "batch_invariant": settings.batch_invariant,
     }
     if device == "cpu":
         asked |= {"kv_cache_gib": kv_cache_bytes(settings) / 2**30, "threads": num_threads(settings)}
@@ -293,15 +294,21 @@ def resolved_settings(
         "pipeline_parallel_size": parallel["pipeline_parallel_size"],
         "data_parallel_size": parallel["data_parallel_size"],
         "device": (config.get("device_config") or {}).get("device"),
+        "batch_invariant": _variable(server_info, BATCH_INVARIANT) == "1",
         "vllm_version": (server_info.get("system_env") or {}).get("vllm_version"),
     }
     if device == "cpu":
         size = cache["kv_cache_memory_bytes"]
         resolved["kv_cache_gib"] = size / 2**30 if size else None
-        variables = str((server_info.get("system_env") or {}).get("env_vars") or "")
-        threads = [line.partition("=")[2] for line in variables.splitlines() if line.startswith("OMP_NUM_THREADS=")]
-        resolved["threads"] = int(threads[0]) if threads else None
+        threads = _variable(server_info, "OMP_NUM_THREADS")
+        resolved["threads"] = int(threads) if threads else None
     return resolved
+
+
+def _variable(server_info: Mapping[str, Any], name: str) -> str | None:
+    """An environment variable of the server, as it tells them; None where it is not set."""
+    lines = str((server_info.get("system_env") or {}).get("env_vars") or "").splitlines()
+    return next((line.partition("=")[2] for line in lines if line.startswith(f"{name}=")), None)
 
 
 def checkpoint_wishes(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,5 @@
+"""Shared by the tests of diverge."""
+
+from tests.serve.conftest import tiny_checkpoint
+
+__all__ = ["tiny_checkpoint"]
