@@ -21,7 +21,7 @@ import polars as pl
 from tqdm import tqdm
 
 from oneaxis.artifacts import read_json, write_json
-from oneaxis.config.schema import DivergeGreedy, ServeSection
+from oneaxis.config.schema import DivergeGreedy, ServeAttach, ServeSection
 from oneaxis.diverge.ask import Ask, ask_all
 from oneaxis.diverge.measure import LEVELS, OUTPUTS, PROMPTS, summarise, with_first_divergence
 from oneaxis.errors import RunError, UserError
@@ -164,9 +164,10 @@ def write_record(
     Args:
         table, realised, emptied: as `run_divergence` gives them.
     """
-    ours = serve.kind == "vllm"
+    ours = None if isinstance(serve, ServeAttach) else serve
     summary = summarise(
-        table, max_num_seqs=serve.max_num_seqs if ours else None, prefix_caching=ours and serve.prefix_caching,
+        table, max_num_seqs=ours.max_num_seqs if ours else None,
+        prefix_caching=ours is not None and ours.prefix_caching,
         differences=["{key}: asked {asked}, runs {resolved}: {reason}".format(**each)
                      for each in realised["differences"]],
         emptied=emptied,

@@ -335,9 +335,10 @@ def _settings(load: Load, shape: Shape, kind: str, size: float, most_users: int,
         return load.model_copy(update={"shapes": [shape], "rates_rps": [size], "search": None})
     assert load.search is not None
     users = 1 if kind.startswith("serial") else load.search.users or most_users
+    answers = math.ceil(SPARE_PROMPTS * load.duration_s / serial_s) + 2
     return load.model_copy(update={
         "arrival": "closed", "shapes": [shape], "rates_rps": [], "burstiness": None, "users": [users],
-        "think_time_s": 0.0, "requests_per_user": math.ceil(SPARE_PROMPTS * load.duration_s / serial_s) + 2, "search": None,
+        "think_time_s": 0.0, "requests_per_user": answers, "search": None,
     })  # fmt: skip
 
 
