@@ -26,7 +26,9 @@ from tests.e2e.clone import clone
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {"prefix_caching", "prefix_caching_repeated", "batch_limit", "schemes_under_load", "speculation_ngram",
              "speculation_draft", "chunked_prefill", "ches_filter", "nll_anchor", "gptq_rounding", "smoothing_sites",
-             "divergence_dtype", "divergence_prefix_caching"}  # fmt: skip
+             "divergence_dtype", "divergence_prefix_caching", "field_order", "kept_mass", "frequency_penalty",
+             "frequency_penalty_grammar", "repetition_penalty", "whitespace", "json_example",
+             "reasoning_first"}  # fmt: skip
 """Only planned (tests/multirun/test_experiments.py), since a minute each is too much: other experiments run the same
 stages, and tests of the load and the engine run what is their own."""
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml") if path.stem not in ELSEWHERE)
@@ -64,6 +66,8 @@ SMALLER = {
         "diverge.repeats=2",
         "diverge.concurrency=4",
     ],
+    # Both tasks, so that all metrics of the stage are seen.
+    "way_out": ["extract.records=3", "extract.lists=1", "extract.lengths=[2]", "extract.max_tokens=64"],
     # Prompts longer than a block, so that a block moves.
     "prefill_decode_split": [*ONCE, "split.requests=3", "split.prompt_tokens=200", "split.output_tokens=8"],
 }

@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "serve": {"dtype": "bfloat16", "max_num_seqs": 16, "threads": 2, "engine_args": {}},
     "load": {"duration_s": 40.0, "service_class": {"ttft_ms": 1500.0, "tpot_ms": 150.0}},
     "score": {"engine": "transformers"},
+    "extract": {"kind": "none"},
     "guards": {"max_prefix_hit_rate": 0.01},
     "report": {"title": "t"},
 }

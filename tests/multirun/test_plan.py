@@ -196,7 +196,7 @@ def test_a_control_is_a_point_and_no_part_of_the_combination(plan: Callable[...,
          ["a+b", "the same settings as b"]),
         # What would run for nothing.
         (["serve.max_num_seqs=1,2", "experiment.targets=[quantize]"],
-         ["no stage that runs reads serve.max_num_seqs", "serve, split, diverge, sweep, score"]),
+         ["no stage that runs reads serve.max_num_seqs", "serve, split, diverge, sweep, score, extract"]),
         (["quantize=w4a16", "quantize.smooth.alpha=0.5,0.8"],
          ["quantize.smooth.alpha does nothing with quantize.smooth.sites=[]"]),
         (["train.lora.alpha=8,16"], ["train.lora.alpha does nothing with train.lora.r=0"]),
@@ -315,7 +315,7 @@ def test_resume_returns_the_plan_as_written(root: Path, tmp_path: Path, plan: Ca
          "fetch_model prepare_data sample_pairs filter_pairs train_dpo"),
         ([],
          "fetch_model prepare_data sample_pairs filter_pairs train_dpo calibrate quantize make_draft serve split "
-         "diverge sweep score report"),
+         "diverge sweep score extract report"),
     ],
 )  # fmt: skip
 def test_stages_that_the_targets_reach(root: Path, overrides: list[str], stages: str) -> None:

@@ -259,6 +259,7 @@ def _key(prefix: list[str], location: tuple[int | str, ...]) -> str:
         "vllm",
         "attach",
         "greedy",
+        "documents",
         "w8a8_int8_dynamic",
         "w8a8_int8_static",
         "w4a16",

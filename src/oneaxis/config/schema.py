@@ -1004,6 +1004,87 @@ class Score(Section):
         return self
 
 
+# --- extract -> extract ------------------------------------------------------------------------------------------
+
+MOST_ROWS = 32
+"""The longest list that can be asked for: as many names of goods as there are (`oneaxis.structured.documents`)."""
+
+
+class ExtractNone(Section):
+    """No document is asked."""
+
+    kind: Literal["none"]
+
+    def idle(self) -> dict[str, str]:
+        """As that of documents: there is nothing to be idle."""
+        return {}
+
+
+class ExtractDocuments(Section):
+    """Fields of short documents of our own making, asked of the served model as JSON (`oneaxis.structured`)."""
+
+    kind: Literal["documents"]
+    records: Annotated[int, Field(ge=0)]
+    """Documents with one record each. Every one is asked twice: as it is, and with its values made illegible."""
+    lists: Annotated[int, Field(ge=0)]
+    """Stock lists of each length."""
+    lengths: list[Annotated[int, Field(ge=1, le=MOST_ROWS)]]
+    """Rows of the stock lists; each is a condition of its own."""
+    grammar: Literal["none", "engine", "processor"]
+    """engine: vLLM's structured outputs, whose mask comes before anything can see what it removes. processor: the same
+    grammar by a logits processor of ours, which sees the probabilities before its mask and after. none: no mask; the
+    processor only measures, as long as the answer happens to follow the grammar."""
+    order: list[Literal["evidence", "label", "amount"]]
+    """Of the fields of a record, in schema, prompt and example."""
+    way_out: bool
+    """The enum has `unknown`, the other fields null; false: a value must be given."""
+    whitespace: Literal["free", "compact"]
+    """Whether the grammar allows white space wherever JSON does, or none."""
+    example: bool
+    """A filled-in example in the prompt: a real record and, with `way_out`, one that cannot be read."""
+    first: Literal["json", "reasoning"]
+    """reasoning: a free answer to the question first, then a second request that puts it into JSON."""
+    reasoning_tokens: Count
+    """Longest free answer."""
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+    repetition_penalty: Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)]
+    """1: none. It counts the prompt's tokens too."""
+    max_tokens: Count
+    """Longest answer to a record; one that is cut off there is a failure."""
+    row_tokens: Count
+    """Longest answer to a list, for each of its rows (and 16 for what is around them)."""
+    chat_template: bool
+    """Requests are a user's messages in the chat template; else plain text."""
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> "ExtractDocuments":
+        if not self.records and not self.lists:
+            raise ValueError("records and lists are both 0; allowed: one of them from 1 up, or extract=none")
+        if bool(self.lists) != bool(self.lengths):
+            raise ValueError(f"lists is {self.lists} and lengths is {self.lengths}; allowed: both, or 0 and []")
+        if len(set(self.lengths)) != len(self.lengths):
+            raise ValueError(f"lengths is {self.lengths}; allowed: values that differ")
+        if sorted(self.order) != ["amount", "evidence", "label"]:
+            raise ValueError(f"order is {self.order}; allowed: evidence, label and amount, each once")
+        return self
+
+    def idle(self) -> dict[str, str]:
+        """Settings that change nothing beside the others, by their full names: the setting to blame."""
+        found: dict[str, str] = {}
+        if self.first == "json":
+            found["extract.reasoning_tokens"] = "extract.first=json"
+        if not self.records:
+            found |= dict.fromkeys(("extract.order", "extract.way_out", "extract.max_tokens"), "extract.records=0")
+        if not self.lists:
+            found["extract.row_tokens"] = "extract.lists=0"
+        return found
+
+
+Extract = Annotated[ExtractNone | ExtractDocuments, Field(discriminator="kind")]
+
+
 # --- report, measure, guards -----------------------------------------------------------------------------------
 
 
@@ -1039,7 +1120,8 @@ class Guards(Section):
 
 Value = bool | int | float | str
 StageName = Literal["fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate",
-                    "quantize", "make_draft", "serve", "split", "diverge", "sweep", "score", "report"]  # fmt: skip
+                    "quantize", "make_draft", "serve", "split", "diverge", "sweep", "score", "extract",
+                    "report"]  # fmt: skip
 
 
 class Change(Section):
@@ -1160,6 +1242,7 @@ class Config(BaseModel):
     serve: Annotated[ServeSection, Field(discriminator="kind")]
     load: Load
     score: Score
+    extract: Extract
     report: Report
     measure: Measure
     guards: Guards
@@ -1169,7 +1252,7 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _engines_of_ours(self) -> "Config":
         if self.serve.kind == "attach":
-            for name, kind in (("draft", self.draft.kind), ("split", self.split.kind)):
+            for name, kind in (("draft", self.draft.kind), ("split", self.split.kind), ("extract", self.extract.kind)):
                 if kind != "none":
                     raise ValueError(f"{name}.kind is {kind} with serve=attach, whose engine is started by another; "
                                      f"allowed: {name}=none, or serve=vllm")  # fmt: skip
@@ -1203,6 +1286,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "diverge": ("serve", "draft", "diverge", "measure", "seed"),
     "sweep": ("serve", "draft", "load", "guards", "measure", "seed"),
     "score": ("score", "serve", "seed"),
+    "extract": ("extract", "serve", "seed"),
     "report": ("report",),
 }
 """The sections that each stage reads, in the order of the DAG. `dvc.yaml` declares the same; a test compares."""
@@ -1225,7 +1309,7 @@ def derived_paths(config: dict[str, Any]) -> dict[str, str]:
         pairs are sampled from, and `pairs`, those that are filtered; `drafted`, `draft_text` and `draft_heldout`, what
         a draft model is made from, and `draft`, the model; `split` and `split_text`, what is served by two engines and
         asked of them; `diverge`, `diverge_draft` and `diverge_text`, what is asked over and over, with which draft, and
-        for what; `model_source`, `sample_source`, `load_source` and one
+        for what; `extracted`, what documents are asked of; `model_source`, `sample_source`, `load_source` and one
         `<table>_source` per table: the user's own files, on which DVC then depends by content.
     """
     trained = config["train"]["kind"] != "none"
@@ -1244,6 +1328,7 @@ def derived_paths(config: dict[str, Any]) -> dict[str, str]:
     paths["diverge"] = paths["served"] if repeated else DEFAULT_SOURCE
     paths["diverge_draft"] = paths["draft"] if repeated else DEFAULT_SOURCE
     paths["diverge_text"] = "artifacts/prepare_data/heldout.parquet" if repeated else DEFAULT_SOURCE
+    paths["extracted"] = paths["served"] if config["extract"]["kind"] != "none" else DEFAULT_SOURCE
     sampled = config["sample"]["kind"] != "none"
     paths["sampled"] = "artifacts/fetch_model/checkpoint" if sampled else DEFAULT_SOURCE
     paths["pairs"] = f"artifacts/{'sample_pairs' if sampled else 'prepare_data'}/pairs.parquet"

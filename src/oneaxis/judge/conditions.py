@@ -63,8 +63,9 @@ def arms_valid(arms: Arms, stage: str) -> Iterator[Problem | Finding]:
             said = f"{record.name}: {', '.join(stale)} ran with other settings than its params.yaml"
             yield invalid(said, "run it again")
         reasons = why_invalid(record.results, relied_on)
-        if stage == "score" and record.settings.get("score", {}).get("engine") == "vllm":
-            # An engine other than the one asked for gives other answers where it scores.
+        scored = stage == "score" and record.settings.get("score", {}).get("engine") == "vllm"
+        if scored or stage == "extract":
+            # An engine other than the one asked for gives other answers where it scores or is asked.
             reasons += [(3, f"engine: {difference}") for difference in engine_differences(record.results)]
         for numbered in reasons:
             found.setdefault(numbered, []).append(record.name)

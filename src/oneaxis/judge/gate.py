@@ -26,6 +26,9 @@ from oneaxis.score.paired import mcnemar_exact
 
 Word = Literal["accept", "reject", "tie", "unresolved", "invalid"]
 
+NO_SHARE: tuple[Kind, ...] = ("pairs", "escapes", "answers", "prompts", "documents", "nll")
+"""Of these a share of the baseline means nothing: log-probabilities, differences, rates that may be near 0."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -54,7 +57,7 @@ class Evidence:
     @property
     def relative(self) -> float | None:
         """effect / baseline; None where a share of the baseline means nothing (log-probabilities, differences)."""
-        if self.kind in ("pairs", "escapes", "answers", "prompts", "nll") or self.baseline_value <= 0:
+        if self.kind in NO_SHARE or self.baseline_value <= 0:
             return None
         return self.effect / self.baseline_value
 
@@ -88,7 +91,8 @@ def weigh(kind: Kind, paired: Paired, confidence: float) -> Evidence:
         return Evidence(kind, *values, effect, effect, effect, 1, "none: the settings decide it", p, p, 0.0)
     assert n >= 2
     deviation = float(np.std(other - one, ddof=1))
-    if kind in ("items", "answers", "prompts"):
+    shares = kind in ("items", "answers", "prompts")
+    if shares or (kind == "documents" and set(np.unique([one, other])) <= {0.0, 1.0}):
         gained, lost = int(((other == 1) & (one == 0)).sum()), int(((other == 0) & (one == 1)).sum())
         low, high = paired_share_interval(gained, lost, n, confidence)
         p = mcnemar_exact(gained, lost)
@@ -118,8 +122,7 @@ def floor_of(evidence: Evidence, better: Better, gate: Gate, margin: float | Non
     says what may be lost of items, pairs or sequences: of 100 items, 17 of them right, one more that is wrong would be
     under a floor of 95%. Timings keep theirs.
     """
-    no_share = ("pairs", "escapes", "answers", "prompts", "nll")
-    if evidence.kind in no_share or evidence.baseline_value <= 0 or gate.floor == 0:
+    if evidence.kind in NO_SHARE or evidence.baseline_value <= 0 or gate.floor == 0:
         return None
     if margin is not None and evidence.kind != "repetitions":
         return None

@@ -37,6 +37,7 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
     "score": CHECKPOINT,
     "diverge": SERVED,
     "split": CHECKPOINT,
+    "extract": CHECKPOINT,
 }
 """Stages whose payload reaches a stage; the edges of `dvc.yaml`, followed to the end."""
 

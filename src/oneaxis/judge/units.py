@@ -12,6 +12,8 @@
     train_dpo/{refusal,empty}_rate_*        benign prompt                 refused (or left empty) or not
     diverge/{alone,loaded}/several_share,   prompt                        several outputs (or another commonest one),
     diverge/modal_differs_share                                           or not
+    extract/<part>/<measure>                document                      the measure: right or wrong, failed or not,
+                                                                          a mass, a number of tokens
     serve/cold_start_s, sweep/<cell>/*,     repetition (alternating runs  difference
     sweep/<shape>/capacity_tok_s,           of one session)
     sweep/<shape>/step_*
@@ -36,8 +38,9 @@ from oneaxis.judge.records import Record
 from oneaxis.load.levels import LABEL, level_name
 from oneaxis.load.metrics import requests_needed
 from oneaxis.score.metrics import SCORERS
+from oneaxis.structured.measures import MEASURES, of_part
 
-Kind = Literal["perplexity", "nll", "copies", "items", "pairs", "escapes", "answers", "prompts", "repetitions",
+Kind = Literal["perplexity", "nll", "copies", "items", "pairs", "escapes", "answers", "prompts", "documents", "repetitions",
                "requests", "exact", "none"]  # fmt: skip
 Better = Literal["lower", "higher"]
 
@@ -53,6 +56,7 @@ TIMED_IN_CELL = re.compile(
 OF_A_SHAPE = re.compile(r"^sweep/[^/]+/(capacity_tok_s|step_base_ms|step_per_request_ms)$")
 
 DIVERGED = re.compile(r"^diverge/(?P<metric>(alone|loaded)/several_share|modal_differs_share)$")
+EXTRACTED = re.compile(rf"^extract/(?P<part>[^/]+)/(?P<measure>{'|'.join(MEASURES)})$")
 
 OF_SPLIT = re.compile(r"^split/(prefill|transfer|first_token|decode|client|tpot)_ms$")
 
@@ -105,6 +109,8 @@ def kind_of(metric: str) -> Kind:
         return "answers"
     if DIVERGED.match(metric):
         return "prompts"
+    if EXTRACTED.match(metric):
+        return "documents"
     if metric in EXACT:
         return "exact"
     cell = CELL_LATENCY.match(metric)
@@ -124,6 +130,7 @@ UNIT_NAMES: dict[Kind, str] = {
     "escapes": "benign prompt",
     "answers": "benign prompt",
     "prompts": "prompt",
+    "documents": "document",
     "repetitions": "repetition",
     "requests": "request",
     "exact": "run",
@@ -138,6 +145,10 @@ def better_of(metric: str) -> Better | None:
         lower = r"unique_(mean|max)|(several|diverged|modal_differs)_share|flip_rate|diverged_at_500"
         higher = r"modal_share|agree_with_alone|first_divergence_(min|median)"
         return "lower" if re.fullmatch(lower, name) else "higher" if re.fullmatch(higher, name) else None
+    if EXTRACTED.match(metric):
+        if name.endswith(("_unknown", "_kept", "_confidence")):
+            return None
+        return "higher" if name == "exact" or name.endswith("_right") else "lower"
     if re.search(
         r"perplexity|nll|^kl$|^step_|_ms$|ttft|itl|tpot|e2e|cold_start|failed|rejected|escape|refusal_rate|empty_rate|error",
         name,
@@ -191,6 +202,8 @@ def pair(metric: str, baseline: Sequence[Record], candidate: Sequence[Record]) -
         return _copies(first, second)
     if kind == "prompts":
         return _repeated_prompts(metric, first, second)
+    if kind == "documents":
+        return _documents(metric, first, second)
     return _sequences(metric, first, second)
 
 
@@ -417,6 +430,35 @@ def _repeated_prompts(metric: str, baseline: Record, candidate: Record) -> Paire
         return Problem("unresolved", f"{said}: more outputs show more divergence",
                        "give both arms the same diverge.repeats")  # fmt: skip
     return Paired(values[0], values[1], float(values[0].mean()), float(values[1].mean()))
+# --- documents ------------------------------------------------------------------------------------------------------
+
+
+def _documents(metric: str, baseline: Record, candidate: Record) -> Paired | Problem:
+    """A measure of the answers to the same documents; two renderings of one document are one unit."""
+    match = EXTRACTED.match(metric)
+    assert match
+    columns, asked = [], []
+    for record in (baseline, candidate):
+        table = record.results.table("extract", "answers.parquet")
+        if table is None:
+            return _missing(record, "extract/answers.parquet")
+        own = of_part(table, match["part"]).select("document_id", "condition", value=match["measure"])
+        asked.append(own.height)
+        columns.append(own.drop_nulls().sort("document_id", "condition"))
+    one, other = columns
+    if one.is_empty() and other.is_empty():
+        return Problem("unresolved", f"{metric} is known of no answer", "see `extract` in the settings")
+    ids = ["document_id", "condition"]
+    if not one.select(ids).equals(other.select(ids)):
+        if one.height == asked[0] and other.height == asked[1]:
+            return _other_units("documents")
+        return Problem(
+            "unresolved", f"{metric} is known of {one.height} of {asked[0]} answers of the baseline and of "
+            f"{other.height} of {asked[1]} of the candidate, not the same: those that are left are no fair sample",
+            "claim a measure that every answer has, such as one of what is right, forced or failed",
+        )  # fmt: skip
+    first, second = (_per_cluster(column, ["document_id"], "value") for column in columns)
+    return Paired(first, second, float(first.mean()), float(second.mean()))
 
 
 # --- timings --------------------------------------------------------------------------------------------------------

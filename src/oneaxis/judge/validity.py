@@ -65,6 +65,9 @@ def _not_measured(results: "Results", stages: Sequence[str]) -> list[str]:
     summary = results.document("score", "summary.json")
     if "score" in stages and (not summary or not summary.get("tasks")):
         reasons.append("score: no items were scored")
+    asked = "extract" in results.manifests and results.section("extract").get("kind", "none") != "none"
+    if "extract" in stages and asked and not results.metrics.get("extract/answers"):
+        reasons.append("extract: no document was answered")
     quantised = "quantize" in results.manifests and results.section("quantize")["kind"] != "none"
     if "quantize" in stages and quantised and "quantize/delta_nll" not in results.metrics:
         reasons.append("quantize: perplexity was not measured on the written checkpoint")

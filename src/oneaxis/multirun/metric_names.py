@@ -15,6 +15,7 @@ from oneaxis.load.summary import CAPACITY_METRICS, CELL_METRICS
 from oneaxis.sample.rules import KINDS
 from oneaxis.score.contexts import premises_of
 from oneaxis.score.metrics import CLOZE, LETTER
+from oneaxis.structured.measures import conditions_of, measure_names
 
 TABLES = ("calibration", "heldout", "pairs", "items", "prompts", "probes")
 SOURCES = ("prose", "pairs", "items", "prompts", "probes")
@@ -115,6 +116,12 @@ def _names(config: Config, stage: str) -> set[str]:
             tasks = config.data.items.tasks
             return {f"{task}/{name}" for task in tasks for name in score_names(config.score, task)} | {
                 "items_dropped", "boundary_backed_off", "truncated", "batch_difference_nats"}  # fmt: skip
+        case "extract" if config.extract.kind == "none":
+            return {"answers"}
+        case "extract":
+            assert config.extract.kind == "documents"
+            parts = conditions_of(config.extract)
+            return {"answers"} | {f"{part}/{name}" for part in parts for name in ("n", *measure_names(part))}
         case _:
             return {"valid", "reasons", "warnings", "stages_missing"}
 

@@ -535,7 +535,7 @@ def _check_axes_do_something(points: Sequence[Point], configs: Sequence[Config])
 
 
 def _idle(config: Config) -> dict[str, str]:
-    return config.quantize.idle() | config.train.idle()
+    return config.quantize.idle() | config.train.idle() | config.extract.idle()
 
 
 def _readers(axis: Axis) -> list[str]:

@@ -11,7 +11,18 @@ from typing import Any
 import polars as pl
 
 from oneaxis.judge.validity import differences
-from oneaxis.report import displaced, diverged, filtering, plots, quantisation, sampled, scores, served, text
+from oneaxis.report import (
+    displaced,
+    diverged,
+    extracted,
+    filtering,
+    plots,
+    quantisation,
+    sampled,
+    scores,
+    served,
+    text,
+)
 from oneaxis.report.facts import SCORERS, cells
 from oneaxis.report.plots import Plot
 from oneaxis.report.results import STAGES, Results
@@ -33,8 +44,12 @@ class Section:
 
 def all_sections(results: Results) -> list[Section]:
     """In the order of the page."""
-    repeated = (divergence,) if results.section("diverge").get("kind", "none") != "none" else ()
-    parts = (quality, preference, latency, scoring, *repeated, guards, realised, provenance)
+    asked = [
+        section
+        for stage, section in (("diverge", divergence), ("extract", extraction))
+        if results.section(stage).get("kind", "none") != "none"
+    ]
+    parts = (quality, preference, latency, scoring, *asked, guards, realised, provenance)
     return [part(results) for part in parts]
 
 
@@ -173,6 +188,17 @@ def divergence(results: Results) -> Section:
     return section
 
 
+def extraction(results: Results) -> Section:
+    """Answers in JSON about documents whose truth is known, and what the grammar kept of the model's probability."""
+    section = Section("extraction", "Structured output", lead="Fields of documents that are legible, and that are not.")
+    section.tables += extracted.tables(results)
+    if not section.tables:
+        section.absent = "extract did not run."
+        return section
+    section.lead = " ".join(filter(None, (section.lead, extracted.words(results))))
+    return section
+
+
 def _chance(results: Results) -> dict[str, float]:
     """Accuracy of guessing per task: the mean of 1 / options."""
     table = results.table("score", "table.parquet")
@@ -243,7 +269,7 @@ def realised(results: Results) -> Section:
 def _starts(results: Results) -> list[Table]:
     """How each stage came to its engine, where that was not one start in a process of its own."""
     rows = []
-    for stage in ("serve", "diverge", "sweep", "score"):
+    for stage in ("serve", "diverge", "sweep", "score", "extract"):
         observed = results.observed(stage)
         how, restarts = observed.get("start"), observed.get("restarts") or []
         if restarts or how not in (None, "cold"):

@@ -12,14 +12,16 @@ sampled is the model, at `temperature`, within `top_p`.
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from tqdm import tqdm
 
 from oneaxis.errors import RunError
+
+T = TypeVar("T")
 
 SILENCE_S = 3600
 """A request waits its turn without a word; after this long the engine hangs."""
@@ -77,10 +79,28 @@ def ask_all(
         }
         for place, ask in enumerate(asks)
     ]
-    return asyncio.run(_ask_all(engine, bodies, progress))
+    return ask_together(engine, bodies, read_events, progress=progress)
 
 
-async def _ask_all(engine: Any, bodies: Sequence[dict[str, Any]], progress: "tqdm[Any]") -> list[Answer]:
+def ask_together(
+    engine: Any, bodies: Sequence[dict[str, Any]], read: Callable[[bytes], T], *, progress: "tqdm[Any]"
+) -> list[T]:
+    """One batch of requests to `/v1/completions`, in the order of `bodies`, as the module says.
+
+    Args:
+        engine, progress: as `ask_all`.
+        bodies: streamed requests with `priority` rising in their order.
+        read: of a whole stream of server-sent events, the answer.
+
+    Raises:
+        RunError: as `ask_all`, and from `read`.
+    """
+    return asyncio.run(_ask_together(engine, bodies, read, progress))
+
+
+async def _ask_together(
+    engine: Any, bodies: Sequence[dict[str, Any]], read: Callable[[bytes], T], progress: "tqdm[Any]"
+) -> list[T]:
     loop = asyncio.get_running_loop()
     # Blocks that an earlier batch left in the cache were computed beside others.
     await loop.run_in_executor(None, engine.post, "/reset_prefix_cache", {})
@@ -91,14 +111,14 @@ async def _ask_all(engine: Any, bodies: Sequence[dict[str, Any]], progress: "tqd
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, trust_env=False) as session:
         taken = [loop.create_future() for _ in bodies]
 
-        async def one(body: dict[str, Any], accepted: "asyncio.Future[None]") -> Answer:
+        async def one(body: dict[str, Any], accepted: "asyncio.Future[None]") -> T:
             try:
                 async with session.post(f"{engine.base_url}/v1/completions", json=body) as response:
                     if response.status != 200:
                         raise RunError(f"the engine answered {response.status} to a sampling request: "
                                        f"{(await response.text())[:300]}")  # fmt: skip
                     accepted.set_result(None)
-                    answer = read_events(await response.read())
+                    answer = read(await response.read())
             except (aiohttp.ClientError, TimeoutError) as error:
                 engine.require_alive()
                 raise RunError(f"a sampling request failed: {type(error).__name__}: {error}") from error
