@@ -589,7 +589,10 @@ def test_every_stage_that_measures_is_known_by_the_edges_of_the_dag(root: Path) 
     edges: dict[str, set[str]] = {name: set() for name in stages}
     for pairs in ("all", "on_policy"):
         config = compose(root / "conf", ["draft=layers", f"pairs={pairs}", "quantize=w8a8_int8_dynamic"])
-        paths = derived_paths(config.model_dump() | {"split": {"kind": "pull"}, "diverge": {"kind": "greedy"}})
+        paths = derived_paths(
+            config.model_dump()
+            | {"split": {"kind": "pull"}, "diverge": {"kind": "greedy"}, "extract": {"kind": "documents"}}
+        )
         for name, stage in stages.items():
             files = [re.sub(r"\$\{paths\.(\w+)\}", lambda found: paths[found[1]], path) for path in stage["deps"]]  # noqa: B023
             edges[name] |= {path.split("/")[1].split(".")[0] for path in files if path.startswith("artifacts/")}

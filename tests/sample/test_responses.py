@@ -117,6 +117,10 @@ def test_an_engine_is_not_started_where_all_parts_are_there(root: Path, tmp_path
         (["+sample.engine.engine_args.block_siz=16"], r"^sample\.engine\.engine_args\.block_siz=16: no such argument"),
         (["+sample.engine.engine_args.scheduling_policy=fcfs"],
          r"^sample\.engine\.engine_args\.scheduling_policy='fcfs': allowed: priority"),
+        (["+sample.engine.engine_args.enable_chunked_prefill=true"],
+         r"^sample\.engine\.engine_args\.enable_chunked_prefill=True: an engine on a CPU dies of a prompt in pieces"),
+        (["+sample.engine.engine_args.max_num_batched_tokens=64"],
+         r"^sample\.engine\.engine_args\.max_num_batched_tokens=64 without chunked prefill: allowed: .*=512 and up"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_refused_before_the_run(root: Path, tmp_path: Path, overrides: list[str], said: str) -> None:

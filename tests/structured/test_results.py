@@ -151,3 +151,11 @@ def test_a_list_without_a_wrong_row_or_a_dropped_note() -> None:
     row = made.row(0, named=True)
     names = ("rows_right", "early_stop", "wrong_enum", "dropped_optional", "kind_guess", "exact")
     assert [row[name] for name in names] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_an_answer_that_never_ends_is_a_loop_and_a_long_one_is_none() -> None:
+    texts = [RIGHT[:12] + " \n" * 200, RIGHT]
+    answers = [said(document, text, {}, finished=finished)
+               for document, text, finished in zip(PAIR, texts, (False, True), strict=True)]  # fmt: skip
+    made, _ = tables(PAIR, pl.DataFrame(answers, schema=RAW), Characters(), settings())
+    assert made["loop"].to_list() == [1.0, 0.0]

@@ -40,8 +40,8 @@ from oneaxis.load.metrics import requests_needed
 from oneaxis.score.metrics import SCORERS
 from oneaxis.structured.measures import MEASURES, of_part
 
-Kind = Literal["perplexity", "nll", "copies", "items", "pairs", "escapes", "answers", "prompts", "documents", "repetitions",
-               "requests", "exact", "none"]  # fmt: skip
+Kind = Literal["perplexity", "nll", "copies", "items", "pairs", "escapes", "answers", "prompts", "documents",
+               "repetitions", "requests", "exact", "none"]  # fmt: skip
 Better = Literal["lower", "higher"]
 
 CELL_LATENCY = re.compile(rf"^sweep/(?P<shape>[^/]+)/(?P<level>{LABEL})/(?P<name>[^/]+)$")
@@ -430,6 +430,8 @@ def _repeated_prompts(metric: str, baseline: Record, candidate: Record) -> Paire
         return Problem("unresolved", f"{said}: more outputs show more divergence",
                        "give both arms the same diverge.repeats")  # fmt: skip
     return Paired(values[0], values[1], float(values[0].mean()), float(values[1].mean()))
+
+
 # --- documents ------------------------------------------------------------------------------------------------------
 
 

@@ -56,13 +56,13 @@ def _form(results: Results, summary: dict[str, Any]) -> Table:
     rows = [
         [part, text.count(m.get(f"extract/{part}/n")),
          *(text.percent(m.get(f"extract/{part}/{name}"))
-           for name in ("exact", "parse_failed", "truncated", "key_drift", "quote_drift")),
+           for name in ("exact", "parse_failed", "truncated", "loop", "key_drift", "quote_drift")),
          text.number(m.get(f"extract/{part}/tokens"))]
         for part in _parts(summary)
     ]  # fmt: skip
     note = "An answer that was cut off is no JSON either. Tokens: mean, free reasoning included."
-    return Table(("Documents", "n", "all right", "no JSON", "cut off", "other keys", "other quotes", "tokens"), rows,
-                 "lrrrrrrr", caption="Answers in JSON", note=note)  # fmt: skip
+    heads = ("Documents", "n", "all right", "no JSON", "cut off", "loop", "other keys", "other quotes", "tokens")
+    return Table(heads, rows, "lrrrrrrrr", caption="Answers in JSON", note=note)  # fmt: skip
 
 
 def _fields(results: Results, summary: dict[str, Any]) -> Table:

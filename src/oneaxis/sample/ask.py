@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import aiohttp
 from tqdm import tqdm
 
-from oneaxis.errors import RunError
+from oneaxis.config.schema import Serve
+from oneaxis.errors import RunError, UserError
 
 T = TypeVar("T")
 
@@ -44,6 +45,29 @@ class Answer:
     """Tokens generated, the one that ended it among them."""
     finished: bool
     """The model ended it; False: the token limit did."""
+
+
+def for_asking(settings: Serve, *, drawn: bool) -> Serve:
+    """The settings of an engine that is asked by this module: requests are scheduled by their priority.
+
+    Args:
+        drawn: answers are drawn, each with a seed. vLLM 0.32 then winds a request's generator back after each piece of
+            its prompt, which a CPU's generator cannot, and the engine dies: there prompts are computed whole.
+
+    Raises:
+        UserError: when `engine_args` ask for pieces where they cannot be.
+    """
+    from oneaxis.serve.command import engine_device
+
+    arguments = {**settings.engine_args, "scheduling_policy": "priority"}
+    if drawn and engine_device() == "cpu":
+        if arguments.get("enable_chunked_prefill"):
+            raise UserError(
+                "serve.engine_args.enable_chunked_prefill=True: an engine on a CPU dies of a prompt in "
+                "pieces whose answer is drawn by a seed (vLLM 0.32); allowed: False, or leave the key out"
+            )
+        arguments["enable_chunked_prefill"] = False
+    return settings.model_copy(update={"engine_args": arguments})
 
 
 def ask_all(

@@ -25,7 +25,7 @@ from oneaxis.data.sample import digest
 from oneaxis.errors import UserError
 from oneaxis.load.draws import require_draws
 from oneaxis.parts import folder_digest, found_or_made, open_parts
-from oneaxis.sample.ask import Ask, ask_all
+from oneaxis.sample.ask import Ask, ask_all, for_asking
 from oneaxis.sample.prompts import Prompt
 
 REQUESTS_PER_PART = 256
@@ -97,7 +97,7 @@ def check_sampling_args(settings: Serve) -> None:
 
     with own_keys():
         check_engine_args(settings.engine_args, known_arguments())
-        check_contradictions(settings, engine_device())
+        check_contradictions(for_asking(settings, drawn=True), engine_device())
     policy = settings.engine_args.get("scheduling_policy", "priority")
     if policy != "priority":
         raise UserError(f"sample.engine.engine_args.scheduling_policy={policy!r}: allowed: priority, by which equal "
@@ -207,7 +207,7 @@ def started(checkpoint: Path, settings: Serve, log: Path, observed: dict[str, An
     from oneaxis.serve import running_engine
 
     check_sampling_args(settings)
-    arguments = {**settings.engine_args, "scheduling_policy": "priority"}
-    settings = settings.model_copy(update={"engine_args": arguments})
+    with own_keys():
+        settings = for_asking(settings, drawn=True)
     with own_keys(), running_engine(checkpoint, settings, log_path=log, observed=observed) as engine:
         yield engine

@@ -24,7 +24,7 @@ from oneaxis.config.schema import ExtractDocuments, Serve
 from oneaxis.data.sample import digest
 from oneaxis.errors import RunError, UserError
 from oneaxis.parts import folder_digest, found_or_made, open_parts
-from oneaxis.sample.ask import ask_together, read_events
+from oneaxis.sample.ask import ask_together, for_asking, read_events
 from oneaxis.structured.documents import Document
 from oneaxis.structured.masses import FOLDER, MASK, PROCESSOR, REQUEST, SCHEMA, WHITESPACE, Kept, read_masses
 from oneaxis.structured.prompts import formatting_messages, messages_of, reasoning_messages, schema_of
@@ -176,7 +176,8 @@ def check_extract_args(serve: Serve) -> None:
 
 def engine_settings(serve: Serve, settings: ExtractDocuments, masses: Path) -> Serve:
     """The section `serve` with what the grammar needs; a grammar of the engine's own needs no processor."""
-    own: dict[str, Any] = {"scheduling_policy": "priority"}
+    serve = for_asking(serve, drawn=settings.temperature > 0)
+    own: dict[str, Any] = {}
     if settings.grammar == "engine":
         own["structured_outputs_config"] = {
             "backend": "xgrammar",

@@ -5,6 +5,7 @@
     exact                      every field is right
     parse_failed, truncated    no whole JSON object; cut off at the token limit (which then does not parse either)
     key_drift, quote_drift     a key that is not the schema's; other quotation marks than JSON's
+    loop                       a degenerate loop, in the answer or in a string of it (`oneaxis.lint.loops`)
     tokens                     generated, free reasoning included
     <field>_right              of evidence, label and amount: the truth, or that it is not there
     <field>_unknown            said to be missing
@@ -24,7 +25,7 @@ from oneaxis.config.schema import ExtractDocuments
 from oneaxis.structured.documents import ILLEGIBLE, LEGIBLE
 from oneaxis.structured.reading import RECORD_FIELDS
 
-FORM = ("exact", "parse_failed", "truncated", "key_drift", "quote_drift", "tokens")
+FORM = ("exact", "parse_failed", "truncated", "key_drift", "quote_drift", "loop", "tokens")
 """Measures of every answer."""
 RECORD_MEASURES = (
     *(f"{name}_{what}" for name in RECORD_FIELDS for what in ("right", "unknown", "forced", "guess", "kept")),

@@ -15,6 +15,7 @@ import polars as pl
 from oneaxis.config.schema import ExtractDocuments
 from oneaxis.judge.paired import paired_difference
 from oneaxis.judge.statistics import sign_flip
+from oneaxis.lint.loops import answer_loop
 from oneaxis.structured.documents import GOODS, ILLEGIBLE, KINDS, LEGIBLE, UNKNOWN, Document
 from oneaxis.structured.measures import MEASURES, conditions_of, measure_names, of_part
 from oneaxis.structured.positions import (
@@ -153,6 +154,7 @@ def measures(
         "truncated": float(reading.truncated),
         "key_drift": float(reading.key_drift),
         "quote_drift": float(reading.quote_drift),
+        "loop": float(answer_loop(said["text"]) is not None),
         "tokens": float(len(said["token_ids"]) + said["reasoning_tokens"]),
     }
     if document.kind == "list":
