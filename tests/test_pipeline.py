@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 from oneaxis.config import compose, write_params
+from oneaxis.errors import UserError
+from oneaxis.pipeline import check_inputs
 
 DVC_YAML = """
 stages:
@@ -306,6 +308,14 @@ def test_mistakes_that_only_a_library_knows_are_refused_before_anything_is_writt
     assert done.returncode == 2, done.stderr
     assert words in last_line(done.stderr)
     assert not (here / "params.yaml").exists()
+
+
+def test_a_context_that_a_made_model_has_not_is_refused_where_it_is_served(root: Path) -> None:
+    long = ["model=random", "train=none", "quantize=none"]
+    with pytest.raises(UserError, match=r"^serve\.max_model_len=2048: allowed: up to 1024"):
+        check_inputs(root, compose(root / "conf", long))
+    check_inputs(root, compose(root / "conf", [*long, "serve.max_model_len=1024"]))
+    check_inputs(root, compose(root / "conf", [*long, "experiment.targets=[prepare_data]"]))
 
 
 def test_outside_a_project_every_command_says_so(tmp_path: Path) -> None:

@@ -76,6 +76,13 @@ def check_inputs(root: Path, config: Config) -> None:
 
         check_engine_args(config.serve.engine_args, known_arguments())
         check_contradictions(config.serve, engine_device())
+    if config.serve.kind == "vllm" and config.model.kind == "random":
+        from oneaxis.multirun.plan import reached_stages
+        from oneaxis.serve.preflight import check_length
+
+        # Of other models the engine's start tells, once they are there.
+        if {stage for stage in reached_stages(root, config) if "serve" in STAGE_SECTIONS[stage]}:
+            check_length({"max_position_embeddings": config.model.max_position}, config.serve)
     if config.sample.kind == "on_policy" and config.sample.engine.engine_args:
         from oneaxis.sample.responses import check_sampling_args
 
