@@ -287,6 +287,25 @@ def test_of_items_a_margin_takes_the_place_of_the_floor() -> None:
     assert decide(items(gained=0, lost=17, n=100, both=0), "higher", 0, GATE, margin=0.08).word == "reject"
 
 
+def test_a_claim_that_no_outcome_could_refute_is_no_claim() -> None:
+    """Failures at 100% cannot rise by a tenth, and 5 right answers of 100 cannot become 8 fewer."""
+    failing = items(gained=0, lost=0, n=40, both=40)
+    decision = decide(failing, "lower", 0, GATE, margin=0.1)
+    assert decision.word == "unresolved"
+    assert decision.reasons == [
+        "nothing to lose: the baseline is at 1.00, so whatever the candidate does it cannot lose more than the margin "
+        "of +0.100"
+    ]
+    assert decide(failing, "higher", 0, GATE, margin=0.1).word == "accept"
+    assert decide(items(gained=3, lost=0, n=100, both=5), "higher", 0, GATE, margin=0.08).word == "unresolved"
+    assert decide(items(gained=3, lost=0, n=100, both=30), "higher", 0, GATE, margin=0.08).word == "accept"
+    # A share of a list's rows is one too; a number of tokens is none.
+    rows = Paired(np.array([0.0, 0.05, 0.1, 0.0]), np.array([0.0, 0.1, 0.1, 0.0]), 0.0375, 0.05)
+    assert decide(weigh("documents", rows, 0.95), "higher", 0, GATE, margin=0.1).word == "unresolved"
+    tokens = Paired(np.array([0.0, 0.05, 30.0, 0.0]), np.array([0.0, 0.1, 30.0, 0.0]), 7.5125, 7.525)
+    assert decide(weigh("documents", tokens, 0.95), "lower", 0, GATE, margin=9.0).word == "accept"
+
+
 def test_a_margin_does_not_lift_the_floor_or_the_spread_of_timings() -> None:
     assert decide(shifted(-6), "higher", 0, GATE, margin=50.0).word == "reject"
     wide = [100.0, 112.0, 100.0, 112.0, 100.0, 112.0]

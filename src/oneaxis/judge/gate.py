@@ -53,6 +53,8 @@ class Evidence:
     """Of repetitions: (max - min) / max of the baseline and of the candidate."""
     detail: str = ""
     """Counts behind the test, for the reader."""
+    share: bool = False
+    """Every unit lies between 0 and 1, so that the baseline says how much there is to lose."""
 
     @property
     def relative(self) -> float | None:
@@ -97,12 +99,12 @@ def weigh(kind: Kind, paired: Paired, confidence: float) -> Evidence:
         low, high = paired_share_interval(gained, lost, n, confidence)
         p = mcnemar_exact(gained, lost)
         return Evidence(kind, *values, effect, low, high, n, "McNemar, exact", p, p, deviation,
-                        detail=f"{gained} gained, {lost} lost")  # fmt: skip
+                        detail=f"{gained} gained, {lost} lost", share=True)  # fmt: skip
     interval = paired_difference(one, other, confidence)
     p_t = paired_t_p(other - one)
     if kind == "copies":
         low, high = no_narrower_share(effect, interval.ci_low, interval.ci_high, max(paired.num_tasks, n), confidence)
-        return Evidence(kind, *values, effect, low, high, n, "paired t", p_t, p_t, deviation)
+        return Evidence(kind, *values, effect, low, high, n, "paired t", p_t, p_t, deviation, share=True)
     if kind == "perplexity":
         # The interval is that of the log ratio; around the baseline it is one in perplexity.
         low, high = (values[0] * float(np.expm1(end)) for end in (interval.ci_low, interval.ci_high))
@@ -112,7 +114,9 @@ def weigh(kind: Kind, paired: Paired, confidence: float) -> Evidence:
         p = sign_flip(other - one)
         return Evidence(kind, *values, effect, interval.ci_low, interval.ci_high, n, "sign-flip, exact, and paired t",
                         p, p_t, deviation, (spread(one.tolist()), spread(other.tolist())))  # fmt: skip
-    return Evidence(kind, *values, effect, interval.ci_low, interval.ci_high, n, "paired t", p_t, p_t, deviation)
+    share = kind == "documents" and 0 <= min(one.min(), other.min()) and max(one.max(), other.max()) <= 1
+    return Evidence(kind, *values, effect, interval.ci_low, interval.ci_high, n, "paired t", p_t, p_t, deviation,
+                    share=share)  # fmt: skip
 
 
 def floor_of(evidence: Evidence, better: Better, gate: Gate, margin: float | None = None) -> float | None:
@@ -176,6 +180,12 @@ def decide(
     if low_value := under_the_floor(evidence, better, gate, margin):
         return low_value
     if margin is not None:
+        room = evidence.baseline_value if better == "higher" else 1 - evidence.baseline_value
+        if evidence.share and room <= margin:
+            return Decision("unresolved", [
+                f"nothing to lose: the baseline is at {number(evidence.baseline_value)}, so whatever the candidate does "
+                f"it cannot lose more than the margin of {signed(-margin)}"
+            ], ["read what the baseline fails at first; claim what it can do, or a smaller margin"])  # fmt: skip
         return _no_worse(evidence, low, high, margin, signed, gate)
     shown = evidence.p_value <= alpha
     if high < 0 and shown:
