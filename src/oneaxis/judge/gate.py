@@ -114,7 +114,7 @@ def weigh(kind: Kind, paired: Paired, confidence: float) -> Evidence:
         p = sign_flip(other - one)
         return Evidence(kind, *values, effect, interval.ci_low, interval.ci_high, n, "sign-flip, exact, and paired t",
                         p, p_t, deviation, (spread(one.tolist()), spread(other.tolist())))  # fmt: skip
-    share = kind == "documents" and 0 <= min(one.min(), other.min()) and max(one.max(), other.max()) <= 1
+    share = kind == "documents" and min(one.min(), other.min()) >= 0 and max(one.max(), other.max()) <= 1
     return Evidence(kind, *values, effect, interval.ci_low, interval.ci_high, n, "paired t", p_t, p_t, deviation,
                     share=share)  # fmt: skip
 
@@ -183,8 +183,8 @@ def decide(
         room = evidence.baseline_value if better == "higher" else 1 - evidence.baseline_value
         if evidence.share and room <= margin:
             return Decision("unresolved", [
-                f"nothing to lose: the baseline is at {number(evidence.baseline_value)}, so whatever the candidate does "
-                f"it cannot lose more than the margin of {signed(-margin)}"
+                f"nothing to lose: the baseline is at {number(evidence.baseline_value)}, so whatever the candidate "
+                f"does it cannot lose more than the margin of {signed(-margin)}"
             ], ["read what the baseline fails at first; claim what it can do, or a smaller margin"])  # fmt: skip
         return _no_worse(evidence, low, high, margin, signed, gate)
     shown = evidence.p_value <= alpha
