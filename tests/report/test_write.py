@@ -313,6 +313,17 @@ def test_what_the_machine_computes_otherwise_is_a_warning(artifacts: Make) -> No
     assert judge_run(read_results(folder)) == Validity(True, [], ["engine: this CPU has no VNNI"])
 
 
+def test_a_server_that_ran_already_is_told_by_what_it_says_of_itself(artifacts: Make, tmp_path: Path) -> None:
+    attached = {"kind": "attach", "base_url": "http://127.0.0.1:8000", "model": None, "api_key_env": None,
+                "max_model_len": 512, "max_num_seqs": 16, "start_timeout_s": 300}  # fmt: skip
+    folder = artifacts(serve=attached)
+    found = read_json(folder / "serve" / "realised.json")
+    for told, said in (({"vllm_version": "9.8.7", "dtype": "float16"}, "vLLM 9.8.7, float16, running already at http"),
+                       ({}, "a server that tells no version, running already at http://127.0.0.1:8000")):  # fmt: skip
+        write_json(folder / "serve" / "realised.json", {**found, "resolved": told})
+        assert said in write(folder, tmp_path)[1].text
+
+
 def test_random_weights_carry_a_banner(artifacts: Make, tmp_path: Path) -> None:
     model = {"kind": "random", "num_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
              "num_kv_heads": 1, "vocab_size": 1024, "max_position": 1024}  # fmt: skip

