@@ -119,6 +119,18 @@ def test_levels_against_each_other() -> None:
     assert several["value"].to_list() == [1.0, 0.0]
 
 
+def test_where_the_commonest_output_under_load_leaves_the_one_alone() -> None:
+    """Prompt 0 at token 2, an exact tie; prompt 1 at token 0, 0.5 nats apart; prompt 2 nowhere."""
+    gaps = [[[1.0, 2.0, 0.0, 3.0]] * 2, [[0.5, 0.0, 4.0, 3.0]] * 2, [[0.0] * 4] * 2]
+    given = table([[A, A]] * 3, [[B, B], [C, C], [A, B]], gaps=gaps, runners_up=[[[9] * 4] * 2] * 3)
+    one = summarise(given, **GIVEN)
+    assert (one["modal_differs"], one["modal_divergence_min"], one["modal_divergence_median"]) == (2, 0, 1.0)
+    assert (one["modal_divergence_tie_share"], one["modal_divergence_gap_max"]) == (0.5, 0.5)
+    same = found([[A, A]])
+    assert same["modal_divergence_min"] is same["modal_divergence_tie_share"] is None
+    assert "modal_divergence_min" not in flat_metrics(same)
+
+
 def test_gaps_where_outputs_part() -> None:
     """Prompt 0 parts at token 2, an exact tie, to the second choice; prompt 1 at token 0, with 0.5 nats between, to
     another token than the second choice."""

@@ -54,7 +54,8 @@ OF_LEVEL = (
 )  # fmt: skip
 """Metrics of each level; one that is not defined (a first divergence where none diverged) is left out."""
 OF_BOTH = ("prompts", "modal_differs_share", "modal_differs_share_ci_low", "modal_differs_share_ci_high",
-           "agree_with_alone", "unseen_at_most", "valid")  # fmt: skip
+           "modal_divergence_min", "modal_divergence_median", "modal_divergence_tie_share",
+           "modal_divergence_gap_max", "agree_with_alone", "unseen_at_most", "valid")  # fmt: skip
 
 
 def metric_names() -> set[str]:
@@ -189,6 +190,16 @@ def differs(alone: Group, loaded: Group) -> bool:
     return not set(alone.modals) & set(loaded.modals)
 
 
+def moved_at(alone: Group, loaded: Group) -> tuple[int, float | None] | None:
+    """Where the commonest output under load leaves that of one at a time: the token, and the top-two gap there, alone
+    (nats; None: not told). None: the two levels have one in common."""
+    if not differs(alone, loaded):
+        return None
+    first = first_difference(alone.modals[0], loaded.modals[0])
+    assert first is not None
+    return first, alone.gaps[first] if alone.gaps and first < len(alone.gaps) else None
+
+
 # --- all prompts -----------------------------------------------------------------------------------------------------
 
 
@@ -282,8 +293,9 @@ def summarise(
     """
     alone, loaded = (groups(table, level) for level in LEVELS)
     assert [group.prompt for group in alone] == [group.prompt for group in loaded]
-    moved = sum(differs(one, other) for one, other in zip(alone, loaded, strict=True))
-    low, high = exact_interval(moved, len(alone))
+    moved = [at for one, other in zip(alone, loaded, strict=True) if (at := moved_at(one, other))]
+    firsts, gaps = [first for first, _ in moved], [gap for _, gap in moved if gap is not None]
+    low, high = exact_interval(len(moved), len(alone))
     answers = [output in one.modals for one, other in zip(alone, loaded, strict=True) for output in other.outputs]
     found: dict[str, Any] = {
         "confidence": CONFIDENCE,
@@ -291,10 +303,14 @@ def summarise(
         "repeats": len(alone[0].outputs),
         "concurrency": int(table.filter(pl.col("level") == "loaded")["concurrency"].max()),  # type: ignore[arg-type]
         "levels": {level: describe(table, level) for level in LEVELS},
-        "modal_differs": moved,
-        "modal_differs_share": moved / len(alone),
+        "modal_differs": len(moved),
+        "modal_differs_share": len(moved) / len(alone),
         "modal_differs_share_ci_low": low,
         "modal_differs_share_ci_high": high,
+        "modal_divergence_min": min(firsts, default=None),
+        "modal_divergence_median": float(np.median(firsts)) if firsts else None,
+        "modal_divergence_tie_share": float(np.mean([gap == 0 for gap in gaps])) if gaps else None,
+        "modal_divergence_gap_max": max(gaps, default=None),
         "agree_with_alone": float(np.mean(answers)),
         "unseen_at_most": unseen_at_most(len(alone[0].outputs)),
     }

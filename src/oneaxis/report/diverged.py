@@ -69,11 +69,21 @@ def words(results: Results) -> str:
     moved = (f"The commonest output is another one {found['concurrency']} at a time than alone for "
              f"{found['modal_differs']} of {found['prompts']} prompts "
              f"{_interval(found['modal_differs_share_ci_low'], found['modal_differs_share_ci_high'])}.")  # fmt: skip
+    if found["modal_differs"]:
+        moved += (f" It leaves it at token {text.number(found['modal_divergence_median'])} (median; at the earliest "
+                  f"{found['modal_divergence_min']}){_ties(found)}.")  # fmt: skip
     agree = found["agree_with_alone"]
     if agree < 1:
         return (f"{moved} Of the outputs under load {text.percent(agree)} are those given alone: a test that compares "
                 "text would fail on the others. Compare fields or meaning, or use serve=reproducible.")  # fmt: skip
     return f"{moved} Every output under load was also the one given alone."
+
+
+def _ties(found: Mapping[str, Any]) -> str:
+    share, widest = found["modal_divergence_tie_share"], found["modal_divergence_gap_max"]
+    if share is None:
+        return ""
+    return f", {text.percent(share, 0)} at an exact tie of the top two, the widest gap {text.number(widest)} nats"
 
 
 def _interval(low: float, high: float) -> str:
