@@ -28,13 +28,11 @@ ELSEWHERE = {"prefix_caching", "prefix_caching_repeated", "batch_limit", "scheme
              "speculation_draft", "chunked_prefill", "ches_filter", "nll_anchor", "gptq_rounding", "smoothing_sites",
              "divergence_dtype", "divergence_prefix_caching", "field_order", "kept_mass", "frequency_penalty",
              "frequency_penalty_grammar", "repetition_penalty", "whitespace", "json_example",
-             "reasoning_first"}  # fmt: skip
+             "reasoning_first", "async_scheduling", "step_overhead", "preference_training"}  # fmt: skip
 """Only planned (tests/multirun/test_experiments.py), since a minute each is too much: other experiments run the same
 stages, and tests of the load and the engine run what is their own."""
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml") if path.stem not in ELSEWHERE)
 ONCE = ["experiment.repetitions=1"]
-# So small a model answers a user hundreds of times in a cell.
-MANY = ["load.requests_per_user=1000"]
 TIMED = [*ONCE, "load.rates_rps=[4.0]"]
 SMALLER = {
     "smoothquant_alpha": ["quantize.smooth.alpha=0.5,0.8"],
@@ -48,18 +46,8 @@ SMALLER = {
         "experiment.changes=[{name: ches, overrides: ['pairs=ches'], control: random}, "
         "{name: random, overrides: ['pairs=random']}]",
     ],
-    "preference_training": ["experiment.values=[none,dpo_tiny]"],
     "int8_dynamic": TIMED,
     "prefix_caching_hidden": TIMED,
-    "async_scheduling": TIMED,
-    # The default model is not for tests.
-    "step_overhead": [
-        *ONCE,
-        *MANY,
-        "load.users=[1,2,4]",
-        "experiment.axis=model.num_layers",
-        "experiment.values=[2,3]",
-    ],
     "divergence_reproducible": [
         "diverge.prompts=6",
         "diverge.output_tokens=16",
@@ -73,7 +61,6 @@ SMALLER = {
 }
 INVALID = {
     "prefix_caching_hidden": "guard 1, unique prompts",
-    "async_scheduling": "async_scheduling",
 }
 """Experiments whose verdict must be INVALID, and what its reason must name."""
 
