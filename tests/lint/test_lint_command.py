@@ -30,6 +30,7 @@ SCHEMA = """{
 """
 SOUND = {"type": "object", "properties": {"x": {"enum": ["a", "unknown"]}}, "required": ["x"],
          "additionalProperties": False}  # fmt: skip
+STRING = {"type": "string"}
 YAML = """\
 # an answer
 type: object
@@ -305,7 +306,11 @@ def test_types_of_pydantic_with_which_a_server_refuses(tmp_path, capsys, kind, c
     ("m3.py", "def f(:", "m3.py: cannot be imported: SyntaxError"),
     ("m4.py", "x = 1", "m4.py: defines no Pydantic model"),
     ("m5.py", "from pydantic import BaseModel\nclass A(BaseModel):\n    f: 'Nowhere'", "m5.py:A: has no JSON Schema"),
-    ("m6:A", "", "m6: cannot be imported: ModuleNotFoundError"),
+    ("m8.py", "import os; os._exit(0)", "m8.py: cannot be imported: it ended its process (exit code 0)"),
+    ("m9.py", "import argparse; argparse.ArgumentParser().parse_args(); raise KeyboardInterrupt",
+     "m9.py: cannot be imported: KeyboardInterrupt"),
+    ("nowhere.at_all", "", "nowhere.at_all: no such file or module; allowed: "),
+    ("m6:A", "", "m6: no such file or module; allowed: "),
     ("m7.py:B", "from pydantic import BaseModel as B_\nclass A(B_): pass",
      "m7.py has no Pydantic model 'B'; allowed: A"),
 ])  # fmt: skip
@@ -316,6 +321,66 @@ def test_models_that_cannot_be_had(tmp_path, capsys, name, text, message):
     assert code == 2
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_module_does_not_reach_the_lint(tmp_path, capfd):
+    """It writes to the output behind Python's back, changes the folder, and leaves a thread that never ends."""
+    (tmp_path / "m.py").write_text(
+        "import os, sys, threading, time\nfrom pydantic import BaseModel\nos.write(1, b'raw\\n')\nos.chdir('/')\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\nclass A(BaseModel):\n    x: str\n"
+    )
+    (tmp_path / "a.json").write_text(json.dumps(STRING))
+    code, out, err = lint(capfd, "m.py", "a.json", "--select", "OV002", "--format", "json")
+    assert (code, err) == (1, "raw\n")
+    assert [(each["file"], each["line"]) for each in json.loads(out)] == [("m.py", 7), ("a.json", 1)]
+
+
+@pytest.mark.parametrize(("word", "files"), [
+    ("src/app/models.py", {"src/app/__init__.py": "", "src/app/models.py": "from app.base import B"}),
+    ("src/app/models.py", {"src/app/models.py": "from app.base import B"}),
+    ("app/models.py", {"app/__init__.py": "from .models import A", "app/models.py": "from .base import B"}),
+    ("app/models.py", {"app/models.py": "from .base import B"}),
+    # The package is not needed, so what it would import is not.
+    ("app/models.py", {"app/__init__.py": "import nothing_of_that_name",
+                       "app/models.py": "from pydantic import BaseModel as B"}),
+    # Siblings as for a script.
+    ("app/models.py", {"app/__init__.py": "", "app/models.py": "from base import B"}),
+    ("app/sub/models.py", {"app/sub/models.py": "from ..base import B"}),
+    ("app/models.py", {"app/models.py": "from app.base import B"}),
+    ("app.models", {"app/models.py": "from .base import B"}),
+    ("app.models:A", {"src/app/models.py": "from app.base import B"}),
+])  # fmt: skip
+def test_models_of_a_package(tmp_path, capsys, word, files):
+    (models,) = [name for name in files if name.endswith("models.py")]
+    base = ("src/" if "src" in models else "") + "app/base.py"
+    for name, text in (files | {base: "from pydantic import BaseModel as B"}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n" + "class A(B):\n    x: str\n" * (name == models))
+    assert [(each["file"], each["line"]) for each in findings(capsys, word, "--select", "OV002")] == [(models, 3)]
+
+
+def test_a_model_without_a_schema_does_not_hide_the_others(tmp_path, capsys):
+    (tmp_path / "m.py").write_text(
+        "from typing import Callable\nfrom pydantic import BaseModel\nclass A(BaseModel):\n    f: Callable[[], int]\n"
+        "class B(BaseModel):\n    x: str\n"
+    )
+    code, out, err = lint(capsys, "m.py", "--select", "OV002")
+    assert code == 2
+    assert out.startswith("m.py:6: OV002")
+    assert err.startswith("oneaxis: m.py:A: has no JSON Schema")
+
+
+def test_generic_models_are_what_is_made_of_them(tmp_path, capsys):
+    (tmp_path / "m.py").write_text(
+        "from typing import Generic, TypeVar\nfrom pydantic import BaseModel, RootModel\nT = TypeVar('T')\n"
+        "class Good(BaseModel):\n    n: bool | None\nclass Page(BaseModel, Generic[T]):\n    items: list[T]\n"
+        "class Ids(RootModel[list[int]]):\n    pass\nclass Use(BaseModel):\n    page: Page[Good]\n"
+        "Names = RootModel[list[bool]]\n"
+    )
+    found = [(each["line"], each["code"], each["pointer"]) for each in findings(capsys, "m.py")]
+    assert found == [
+        (7, "OV003", "/$defs/Page_Good_/properties/items"), (8, "OV003", ""), (12, "OV003", ""),
+    ]  # fmt: skip
 
 
 # --- requests ------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
         try:
             if options.fix:
                 num_fixed += _fix(path, select, ignore)
-            found += chosen(lint_path(path, tokenizer, defaults), select, ignore)
+            found += chosen(lint_path(path, tokenizer, defaults, mistakes), select, ignore)
         except UserError as error:
             mistakes.append(error)
     _show(found, options.format, num_files, num_fixed)
@@ -88,7 +88,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def lint_path(
-    path: str, tokenizer: "Tokenizer | None" = None, defaults: dict[str, Any] | None = None
+    path: str,
+    tokenizer: "Tokenizer | None" = None,
+    defaults: dict[str, Any] | None = None,
+    mistakes: "list[UserError] | None" = None,
 ) -> "list[Finding]":
     """All findings of one file or model, with file and line, sorted by place.
 
@@ -96,6 +99,7 @@ def lint_path(
         path: a schema file, a .jsonl file of requests, `module:Model` or a .py file.
         tokenizer: whose tokens OV006 compares.
         defaults: sampling settings that a server fills in where a request says nothing.
+        mistakes: gets what is wrong with one of several models; the others are linted all the same.
 
     Raises:
         UserError: it cannot be read, or is not what its name says.
@@ -103,7 +107,7 @@ def lint_path(
     from oneaxis.lint.models import is_model_name
 
     if is_model_name(path):
-        found = _models(path, tokenizer)
+        found = _models(path, tokenizer, [] if mistakes is None else mistakes)
     elif path.lower().endswith(".jsonl"):
         found = _requests(Path(path), tokenizer, defaults)
     else:
@@ -122,11 +126,13 @@ def _document(path: Path, tokenizer: "Tokenizer | None") -> "Iterator[Finding]":
             yield replace(finding, file=str(path), line=document.line(finding.pointer))
 
 
-def _models(name: str, tokenizer: "Tokenizer | None") -> "Iterator[Finding]":
+def _models(name: str, tokenizer: "Tokenizer | None", mistakes: list[UserError]) -> "Iterator[Finding]":
     from oneaxis.lint.models import read_models
     from oneaxis.lint.schema import lint_schema
 
-    for model in read_models(name):
+    models, errors = read_models(name)
+    mistakes += errors
+    for model in models:
         for finding in lint_schema(model.schema, model.where, tokenizer):
             file, line = model.place(finding.pointer)
             # The property in its class is what a person edits: no tool rewrites it.

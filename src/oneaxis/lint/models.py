@@ -1,29 +1,23 @@
 """Pydantic models: their JSON Schema, and the line of the class or field that each part of it comes from.
 
-A model is imported, which runs its module. It is named as `package.module:Model`, or by a .py file: all models that the
-file defines and that are not part of another one there, or `file.py:Model`.
+A model is imported, which runs its module; that happens in a child process (`oneaxis.lint.imported`). It is named as
+`package.module:Model`, or by a .py file or a module: all models that it defines and that are not part of another one
+there, or `file.py:Model`.
 """
 
-import ast
-import contextlib
-import enum
-import importlib
-import importlib.util
-import inspect
+import json
+import os
+import re
+import subprocess
 import sys
-import textwrap
-import typing
-from collections.abc import Iterator
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic.errors import PydanticUserError
-
 from oneaxis.errors import UserError
-from oneaxis.lint.tree import unescape
+
+DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 
 
 @dataclass(frozen=True)
@@ -31,160 +25,54 @@ class Model:
     """A model, and its schema as `model_json_schema()` has it: what a client sends."""
 
     where: str
-    type: type[BaseModel]
     schema: dict[str, Any]
+    places: dict[str, tuple[str, int | None]]
+    """File and line by the pointer of a class or field; "" is always there."""
 
     def place(self, pointer: str) -> tuple[str, int | None]:
         """File and line of a part of the schema: of its field if it is known, or else of its class."""
-        parts = [unescape(part) for part in pointer.split("/")[1:]]
-        owner: type = self.type
-        if parts[:1] == ["$defs"] and len(parts) > 1:
-            owner = next((each for each in _classes(self.type) if each.__name__ == parts[1]), self.type)
-            parts = parts[2:]
-        try:
-            if issubclass(owner, BaseModel) and parts[:1] == ["properties"] and len(parts) > 1:
-                name = _field(owner, parts[1])
-                for base in owner.__mro__:
-                    if name in inspect.get_annotations(base):
-                        return _file(base), _line(base, name)
-            return _file(owner), _line(owner, None)
-        except (OSError, TypeError, SyntaxError):
-            # Made by create_model, or typed into a prompt: there is no source.
-            return self.where, None
+        while pointer not in self.places:
+            pointer = pointer.rpartition("/")[0]
+        return self.places[pointer]
 
 
 def is_model_name(path: str) -> bool:
     """Whether a word of the command line names models rather than a schema file or a folder."""
-    return path.endswith(".py") or (":" in path and not Path(path).exists())
+    if path.endswith(".py"):
+        return True
+    if os.path.exists(path):
+        return False
+    data = (".json", ".jsonl", ".yaml", ".yml")
+    return ":" in path or (DOTTED.fullmatch(path) is not None and "." in path and not path.lower().endswith(data))
 
 
-def read_models(name: str) -> list[Model]:
-    """The models that a name stands for.
+def read_models(name: str) -> tuple[list[Model], list[UserError]]:
+    """The models that a name stands for; and what is wrong where it cannot be imported, or one has no JSON Schema.
 
     Raises:
-        UserError: it cannot be imported, is no model, or has no JSON Schema.
+        UserError: no process can be started, or it ended before it answered.
     """
-    source, _, wanted = (name, "", "") if name.endswith(".py") else name.rpartition(":")
-    module = _import(source)
-    if wanted:
-        found: Any = module
-        for part in wanted.split("."):
-            found = getattr(found, part, None)
-        if not (isinstance(found, type) and issubclass(found, BaseModel)):
-            raise UserError(f"{name}: {source} has no Pydantic model {wanted!r}; allowed: {_known(module)}")
-        return [Model(name, found, _schema(found, name))]
-    own = [each for each in vars(module).values() if _is_own(each, module)]
-    own = list({id(each): each for each in own}.values())
-    if not own:
-        raise UserError(f"{name}: defines no Pydantic model; allowed: a file with one, or a schema")
-    inside = {each: {found for found in _classes(each) if found is not each} for each in own}
-    roots = [
-        each
-        for index, each in enumerate(own)
-        if not any(
-            each in inside[other] and (other not in inside[each] or own.index(other) < index)
-            for other in own
-            if other is not each
+    try:
+        with tempfile.TemporaryDirectory(prefix="oneaxis-lint-") as folder:
+            answer = Path(folder) / "answer.json"
+            code = subprocess.run(
+                # -P: nothing of this folder may stand in for a module of Python before the name's own is imported.
+                [sys.executable, "-P", "-m", "oneaxis.lint.imported", name, str(answer)],
+                stdin=subprocess.DEVNULL,
+                # What a module prints as it is imported is not part of our answer.
+                stdout=2,
+                check=False,
+            ).returncode
+            found = json.loads(answer.read_text()) if code == 0 and answer.exists() else None
+    except OSError as error:
+        raise UserError(f"{name}: cannot be imported: {error.strerror}; allowed: a place for a new process") from error
+    if found is None:
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        raise UserError(
+            f"{name}: cannot be imported: it ended its process ({how}); allowed: a module that imports here"
         )
+    models = [
+        Model(each["where"], each["schema"], {at: (file, line) for at, (file, line) in each["places"].items()})
+        for each in found["models"]
     ]
-    return [Model(f"{name}:{each.__name__}", each, _schema(each, f"{name}:{each.__name__}")) for each in roots]
-
-
-def _is_own(each: Any, module: ModuleType) -> bool:
-    return isinstance(each, type) and issubclass(each, BaseModel) and each.__module__ == module.__name__
-
-
-def _known(module: ModuleType) -> str:
-    names = [
-        name
-        for name, each in vars(module).items()
-        if isinstance(each, type) and issubclass(each, BaseModel) and each is not BaseModel
-    ]
-    return ", ".join(names) or "a module with one"
-
-
-def _import(source: str) -> ModuleType:
-    before = list(sys.path)
-    try:
-        # What a module prints as it is imported is not part of our answer.
-        with contextlib.redirect_stdout(sys.stderr):
-            if not source.endswith(".py"):
-                sys.path.insert(0, str(Path.cwd()))
-                return importlib.import_module(source)
-            path = Path(source).resolve()
-            if not path.is_file():
-                raise UserError(f"{source}: not found; allowed: a Python file")
-            sys.path.insert(0, str(path.parent))
-            name = f"oneaxis_lint_{path.stem}_{abs(hash(path))}"
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            # Pydantic looks up forward references here.
-            sys.modules[name] = module
-            spec.loader.exec_module(module)
-            return module
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        # Whatever a user's module does as it is imported.
-        lines = str(error).strip().splitlines()
-        said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        raise UserError(f"{source}: cannot be imported: {said}; allowed: a module that imports here") from error
-    finally:
-        sys.path[:] = before
-
-
-def _schema(model: type[BaseModel], where: str) -> dict[str, Any]:
-    try:
-        return model.model_json_schema()
-    except (PydanticUserError, NameError, RecursionError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"{where}: has no JSON Schema: {lines[0]}; allowed: fields that JSON can hold") from error
-
-
-def _classes(model: type[BaseModel]) -> Iterator[type]:
-    """A model and the models and enums in its fields."""
-    seen: list[Any] = []
-    stack: list[Any] = [model]
-    while stack:
-        each = stack.pop()
-        if any(each is other for other in seen):
-            continue
-        seen.append(each)
-        if isinstance(each, type) and issubclass(each, enum.Enum):
-            yield each
-        elif isinstance(each, type) and issubclass(each, BaseModel):
-            yield each
-            stack += [field.annotation for field in each.model_fields.values()]
-        else:
-            stack += typing.get_args(each)
-            # `type Name = ...` of Python 3.12.
-            if hasattr(each, "__value__"):
-                stack.append(each.__value__)
-
-
-def _field(model: type[BaseModel], key: str) -> str:
-    for name, field in model.model_fields.items():
-        if key in (field.validation_alias, field.alias):
-            return name
-    return key
-
-
-def _file(owner: type) -> str:
-    found = Path(inspect.getsourcefile(owner) or "")
-    try:
-        return str(found.relative_to(Path.cwd()))
-    except ValueError:
-        return str(found)
-
-
-def _line(owner: type, name: str | None) -> int:
-    lines, first = inspect.getsourcelines(owner)
-    if name is not None:
-        (body,) = ast.parse(textwrap.dedent("".join(lines))).body
-        assert isinstance(body, ast.ClassDef)
-        for statement in body.body:
-            if isinstance(statement, ast.AnnAssign) and getattr(statement.target, "id", None) == name:
-                return first + statement.lineno - 1
-    return first
+    return models, [UserError(error) for error in found["errors"]]
