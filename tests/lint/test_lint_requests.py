@@ -8,7 +8,7 @@ import math
 import pytest
 
 from oneaxis.errors import UserError
-from oneaxis.lint.requests import additive_nats, guard, handicap, kind, multiplied, schemas_of
+from oneaxis.lint.requests import additive_nats, guard, handicap, kind, multiplied, schemas_of, texts_of
 
 
 def ask(asked: str = "Sum up this letter.", **more) -> dict:
@@ -163,8 +163,8 @@ def test_fields_that_vllm_does_not_read():
 
 
 @pytest.mark.parametrize(("more", "message"), [
-    ({"frequency_penalty": "0.3"}, "/frequency_penalty: '0.3' is no number"),
-    ({"presence_penalty": True}, "/presence_penalty: True is no number"),
+    ({"frequency_penalty": "0.3"}, '/frequency_penalty: "0.3" is no number'),
+    ({"presence_penalty": True}, "/presence_penalty: true is no number"),
     ({"repetition_penalty": 0}, "/repetition_penalty: 0; allowed: more than 0"),
     ({"temperature": -1}, "/temperature: -1; allowed: 0 or more"),
 ])  # fmt: skip
@@ -181,5 +181,39 @@ def test_schemas_in_a_request():
         ("/response_format/json_schema/schema", schema), ("/structured_outputs/json", schema),
         ("/tools/0/function/parameters", schema),
     ]  # fmt: skip
-    with pytest.raises(UserError, match="a schema that is not JSON"):
+    # Tools that may not be called constrain nothing.
+    assert list(schemas_of(ask(tools=[tool], tool_choice="none"))) == []
+    with pytest.raises(UserError, match="/structured_outputs/json: not JSON"):
         list(schemas_of(ask(structured_outputs={"json": "{"})))
+
+
+STRING = {"type": "string"}
+
+
+@pytest.mark.parametrize(("request_", "pointers"), [
+    ({"format": STRING}, ["/format"]), ({"format": "json"}, []),
+    ({"response_format": {"type": "json_object", "schema": STRING}}, ["/response_format/schema"]),
+    # A structural tag as vLLM 0.32 still takes it, and as it is for xgrammar 0.2.8, also as a text.
+    ({"response_format": {"type": "structural_tag", "triggers": ["<f="],
+                          "structures": [{"begin": "<f=a>", "schema": STRING, "end": "</f>"}]}},
+     ["/response_format/structures/0/schema"]),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [
+        {"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": STRING}, "end": "</f>"}]}}},
+     ["/response_format/format/tags/0/content/json_schema"]),
+    ({"structured_outputs": {"structural_tag": '{"type": "structural_tag", "format": {"type": "sequence", "elements": '
+                             '[{"type": "json_schema", "json_schema": {"type": "string"}}]}}'}},
+     ["/structured_outputs/structural_tag/format/elements/0/json_schema"]),
+    ({"sampling_params": {"json_schema": '{"type": "string"}'}}, ["/sampling_params/json_schema"]),
+    ({"tools": [{"name": "f", "input_schema": STRING}]}, ["/tools/0/input_schema"]),
+])  # fmt: skip
+def test_every_place_of_a_schema_is_opened(request_, pointers):
+    assert list(schemas_of(ask(**request_))) == [(pointer, STRING) for pointer in pointers]
+
+
+def test_choices_and_regular_expressions_are_read_as_schemas():
+    assert list(texts_of(ask(structured_outputs={"choice": ["a", "b"]}))) == [
+        ("/structured_outputs/choice", {"enum": ["a", "b"]})
+    ]
+    assert list(texts_of(ask(sampling_params={"regex": "a+"}))) == [
+        ("/sampling_params/regex", {"type": "string", "pattern": "^(?:a+)$"})
+    ]

@@ -8,8 +8,9 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
@@ -30,6 +31,11 @@ MAX_BYTES = 5_000_000
 MAX_DEPTH = 200
 MAX_VALUES = 200_000
 YAML_SUFFIXES = (".yaml", ".yml")
+STDIN = "-"
+
+
+class CannotMove(Exception):
+    """The text of a document cannot be put into another order; says why, in a few words."""
 
 
 @dataclass
@@ -69,10 +75,12 @@ def read_text(path: Path) -> str:
         UserError: it is not there, too large, or not UTF-8.
     """
     try:
-        size = path.stat().st_size
+        with open(0 if str(path) == STDIN else path, "rb", closefd=str(path) != STDIN) as file:
+            read = file.read(MAX_BYTES + 1)
+            size = max(len(read), os.fstat(file.fileno()).st_size)
         if size > MAX_BYTES:
             raise UserError(f"{path}: {size / 1e6:.0f} MB; allowed: up to {MAX_BYTES / 1e6:.0f} MB")
-        return path.read_bytes().decode("utf-8-sig")
+        return read.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}; allowed: UTF-8 text") from error
     except OSError as error:
@@ -81,7 +89,7 @@ def read_text(path: Path) -> str:
 
 def parse(path: Path, text: str) -> Document:
     """The document that a text holds; `path` says in which language, and names it."""
-    document = _yaml(path, text) if path.suffix.lower() in YAML_SUFFIXES else _json(path, text)
+    document = _yaml(path, text) if is_yaml(path, text) else _json(path, text)
     count = 0
     level = [document.data]
     while level:
@@ -97,8 +105,99 @@ def parse(path: Path, text: str) -> Document:
     return document
 
 
-def load_json(text: str, where: str) -> Any:
-    """JSON without NaN, without a key twice, and not nested too deep.
+def read_data(path: Path) -> Any:
+    """What a file of a folder holds, to see whether it is a schema: what is sound, but no JSON, is taken as text.
+
+    Raises:
+        UserError: it is not there, not UTF-8, not JSON or YAML, or has a key twice.
+    """
+    text = read_text(path)
+    if not is_yaml(path, text):
+        return load_json(text, str(path))
+    return _Plain(Document(path, text, None, {}), lenient=True).of(_load_yaml(path, text))
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, "Document | UserError"]]:
+    """The JSON values of a file with one a line: each with its line, or what is wrong with it.
+
+    A value may also go over several lines (a request as it was printed, what `jq` writes).
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as lines:
+            first = True
+            for number, line in enumerate(iter(lambda: lines.readline(MAX_BYTES + 1), b""), 1):
+                if not line.strip():
+                    continue
+                found = _value(path, number, line)
+                if first and isinstance(found, UserError) and (spread := _over_lines(path, line)):
+                    yield from spread
+                    return
+                first = False
+                yield number, found
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; allowed: a file that can be read") from error
+
+
+def _over_lines(path: Path, line: bytes) -> "list[tuple[int, Document | UserError]]":
+    """The values of a file whose first line is no JSON, if its first value then goes over several lines."""
+    try:
+        found = list(values(path, read_text(path)))
+    except UserError:
+        return []
+    return found if line.strip() in (b"{", b"[") or not isinstance(found[0][1], UserError) else []
+
+
+def _value(path: Path, number: int, line: bytes) -> "Document | UserError":
+    where = f"{path}:{number}"
+    if len(line) > MAX_BYTES:
+        return UserError(f"{where}: {len(line) / 1e6:.0f} MB; allowed: up to {MAX_BYTES / 1e6:.0f} MB a line")
+    try:
+        text = line.decode("utf-8-sig").strip()
+        return Document(path, text, load_json(text, where, number), {"": 1})
+    except UnicodeDecodeError:
+        return UserError(f"{where}: not UTF-8; allowed: UTF-8 text")
+    except UserError as error:
+        return error
+
+
+def values(path: Path, text: str) -> Iterator[tuple[int, "Document | UserError"]]:
+    """The JSON values of a text, one after another: each with the line where it begins, or what is wrong with it."""
+    decoder = json.JSONDecoder()
+    at = _SPACE.match(text).end()  # type: ignore[union-attr]
+    number = 1 + text.count("\n", 0, at)
+    while at < len(text):
+        try:
+            _, end = decoder.raw_decode(text, at)
+            yield number, _json(path, text[at:end], number)
+        except json.JSONDecodeError as error:
+            # From here on nobody can tell where the next one begins.
+            yield number, UserError(f"{path}:{error.lineno}: not JSON: {error.msg}, column {error.colno}")
+            return
+        except RecursionError:
+            yield number, UserError(f"{path}:{number}: nested too deep; allowed: {MAX_DEPTH} levels")
+            return
+        except ValueError:
+            yield number, UserError(f"{path}:{number}: {_DIGITS}")
+            return
+        except UserError as error:
+            yield number, error
+        after = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+        number += text.count("\n", at, after)
+        at = after
+
+
+def is_yaml(path: Path, text: str) -> bool:
+    """Whether a text is to be read as YAML: by its file's name, and from standard input by how it begins."""
+    if str(path) == STDIN:
+        return not (text.strip() == "" or text.lstrip().startswith(("{", "[")))
+    return path.suffix.lower() in YAML_SUFFIXES
+
+
+def load_json(text: str, where: str, line: int | None = None) -> Any:
+    """JSON without NaN, without a key twice, and not nested too deep. `line`: it is this one of a file, in `where`.
 
     Raises:
         UserError: it is not that.
@@ -118,20 +217,22 @@ def load_json(text: str, where: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=once, parse_constant=no)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}:{error.lineno}: not JSON: {error.msg}, column {error.colno}") from error
+        at = where if line is not None else f"{where}:{error.lineno}"
+        raise UserError(f"{at}: not JSON: {error.msg}, column {error.colno}") from error
     except RecursionError as error:
         raise UserError(f"{where}: nested too deep; allowed: {MAX_DEPTH} levels") from error
     except ValueError as error:
-        # A number with more digits than Python converts.
-        raise UserError(f"{where}: {error}") from error
+        raise UserError(f"{where}: {_DIGITS}") from error
 
 
+_DIGITS = f"a number of more than {sys.get_int_max_str_digits()} digits; allowed: fewer"
+"""What Python refuses to convert."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SCALAR = re.compile(r"[^,\]}\s]+")
 
 
-def _json(path: Path, text: str) -> Document:
-    data = load_json(text, str(path))
+def _json(path: Path, text: str, first: int | None = None) -> Document:
+    data = load_json(text, str(path) if first is None else f"{path}:{first}", first)
     document = Document(path, text, data, {})
     starts = [0, *(match.end() for match in re.finditer("\n", text))]
     offsets: dict[str, int] = {}
@@ -177,82 +278,110 @@ def _json(path: Path, text: str) -> Document:
     return document
 
 
-def _yaml(path: Path, text: str) -> Document:
-    loader = YAML(typ="rt")
+def _load_yaml(path: Path, text: str) -> Any:
+    """The document of a text as ruamel has it; of several ones a list."""
     try:
-        loaded = loader.load(text)
+        loaded = list(YAML(typ="rt").load_all(text))
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         problem = getattr(error, "problem", None) or str(error).strip().splitlines()[0]
         raise UserError(f"{where}: not YAML: {problem}") from error
-    except (RecursionError, ValueError) as error:
-        raise UserError(f"{path}: not YAML that can be read: {error}") from error
-    document = Document(path, text, None, {"": 1})
-    count = 0
+    except Exception as error:
+        # What ruamel's constructors raise for `!!int x`, a mapping as a key, 10,000 digits, ...
+        said = (
+            _DIGITS if "integer string conversion" in str(error) else f"{error or type(error).__name__}".splitlines()[0]
+        )
+        raise UserError(f"{path}: not YAML that can be read: {said}") from error
+    return loaded[0] if len(loaded) == 1 else loaded
 
-    def plain(each: Any, pointer: str, depth: int) -> Any:
-        nonlocal count
-        count += 1
-        if depth > MAX_DEPTH or count > MAX_VALUES:
+
+def _yaml(path: Path, text: str) -> Document:
+    loaded = _load_yaml(path, text)
+    if isinstance(loaded, list) and not isinstance(loaded, CommentedSeq):
+        raise UserError(f"{path}: {len(loaded) or 'no'} YAML documents; allowed: one")
+    document = Document(path, text, None, {"": 1})
+    document.data = _Plain(document).of(loaded)
+    return document
+
+
+class _Plain:
+    """Makes of what ruamel has loaded what JSON has, and notes the line of each part.
+
+    Lenient, it takes what is no JSON (tags, dates, keys that are no text) as text, and stops at the limits.
+    """
+
+    def __init__(self, document: Document, lenient: bool = False) -> None:
+        self.document, self.lenient, self.count = document, lenient, 0
+
+    def of(self, each: Any, pointer: str = "", depth: int = 0) -> Any:
+        document, path = self.document, self.document.path
+        self.count += 1
+        if depth > MAX_DEPTH or self.count > MAX_VALUES:
+            if self.lenient:
+                return None
             raise UserError(f"{path}: nested too deep or too large; allowed: {MAX_DEPTH} levels, {MAX_VALUES} values")
         if isinstance(each, CommentedMap):
             document.blocks[pointer] = each
             found = {}
             for key, below in each.items():
-                if not isinstance(key, str):
+                if not isinstance(key, str) and not self.lenient:
                     raise UserError(f"{path}: the key {key!r} under {pointer or '/'} is no text; allowed: quote it")
-                at = f"{pointer}/{escape(key)}"
+                at = f"{pointer}/{escape(str(key))}"
                 place = each.lc.data.get(key) if each.lc.data else None
                 if place:
                     document.lines[at] = place[0] + 1
-                found[str(key)] = plain(below, at, depth + 1)
+                found[str(key)] = self.of(below, at, depth + 1)
             return found
-        if isinstance(each, CommentedSeq):
+        if isinstance(each, CommentedSeq) or (self.lenient and isinstance(each, list)):
+            places = each.lc.data if isinstance(each, CommentedSeq) else None
             for index in range(len(each)):
-                place = each.lc.data.get(index) if each.lc.data else None
+                place = places.get(index) if places else None
                 if place:
                     document.lines[f"{pointer}/{index}"] = place[0] + 1
-            return [plain(below, f"{pointer}/{index}", depth + 1) for index, below in enumerate(each)]
+            return [self.of(below, f"{pointer}/{index}", depth + 1) for index, below in enumerate(each)]
         if isinstance(each, ScalarBoolean):
             return bool(each)
-        if isinstance(each, TaggedScalar):
+        if isinstance(each, TaggedScalar) and not self.lenient:
             raise UserError(f"{path}: a YAML tag at {pointer or '/'}; allowed: what JSON has")
         for kind, plainly in ((bool, bool), (ScalarInt, int), (int, int), (ScalarFloat, float), (float, float)):
             if isinstance(each, kind):
                 return plainly(each)
         if each is None or isinstance(each, str):
             return None if each is None else str(each)
+        if self.lenient:
+            return str(each)
         raise UserError(f"{path}: {each} at {pointer or '/'} is no JSON; allowed: quote it")
 
-    document.data = plain(loaded, "", 0)
-    return document
 
-
-def reorder(document: Document, orders: Mapping[str, Sequence[str]]) -> Document | None:
+def reorder(document: Document, orders: Mapping[str, Sequence[str]]) -> Document:
     """The document with the keys of some objects in another order, and nothing else changed.
 
     Args:
         document: as read.
         orders: by the pointer of an object, all of its keys in the order that they shall have.
 
-    Returns:
-        The new document; None where its text cannot be rearranged (YAML in flow style, an alias before its anchor).
+    Raises:
+        CannotMove: its text cannot be rearranged (YAML in flow style, an alias before its anchor, ...).
     """
     # From the inside out: moving an inner object does not touch what is around it.
     for pointer in sorted(orders, key=lambda pointer: -pointer.count("/")):
         order = list(orders[pointer])
         text = _swap_json(document, pointer, order) if document.members else _swap_yaml(document, pointer, order)
-        if text is None:
-            return None
         try:
             changed = parse(document.path, text)
         except UserError:
-            return None
-        if changed.data != document.data or list(_at(changed.data, pointer)) != order:
-            return None
-        if _orders(changed.data, pointer) != _orders(document.data, pointer):
-            return None
+            changed = None
+        if (
+            changed is None
+            or changed.data != document.data
+            or list(_at(changed.data, pointer)) != order
+            or _orders(changed.data, pointer) != _orders(document.data, pointer)
+        ):
+            raise CannotMove(
+                f"the lines under {pointer} mean something else in another order (an alias before its anchor, a block "
+                "whose last empty lines count, a text that goes on left of its key)"
+            )
         document = changed
     return document
 
@@ -278,7 +407,7 @@ def _orders(data: Any, left_out: str) -> list[tuple[str, tuple[str, ...]]]:
     return sorted(found)
 
 
-def _swap_json(document: Document, pointer: str, order: list[str]) -> str | None:
+def _swap_json(document: Document, pointer: str, order: list[str]) -> str:
     members = document.members[pointer]
     pieces = {key: document.text[start:end] for key, start, end in members}
     text, shift = document.text, 0
@@ -288,20 +417,21 @@ def _swap_json(document: Document, pointer: str, order: list[str]) -> str | None
     return text
 
 
-def _swap_yaml(document: Document, pointer: str, order: list[str]) -> str | None:
+def _swap_yaml(document: Document, pointer: str, order: list[str]) -> str:
     block = document.blocks[pointer]
     if block.fa.flow_style():
-        return None
+        raise CannotMove(f"{pointer} is in flow style, {{...}}")
     lines = document.text.splitlines(keepends=True)
     known = block.lc.data or {}
     places: list[tuple[int, int]] = [(known[key][0], known[key][1]) for key in block if key in known]
+    own_lines = f"not each key under {pointer} begins a line of its own (`? key`, a merge with <<)"
     if len(places) < len(block) or len({column for _, column in places}) > 1:
-        return None
+        raise CannotMove(own_lines)
     column = places[0][1]
     begins = []
     for line, _ in places:
         if lines[line][:column].strip():
-            return None
+            raise CannotMove(own_lines)
         while line and re.match(rf" {{{column}}}#", lines[line - 1]) and line - 1 not in begins:
             line -= 1
         begins.append(line)
@@ -325,16 +455,32 @@ def _swap_yaml(document: Document, pointer: str, order: list[str]) -> str | None
     return "".join(lines[: begins[0]]) + moved + "".join(lines[end:])
 
 
-def write_text(path: Path, text: str, like: bytes) -> None:
-    """Replace a file at once, or not at all; it keeps its mode, its byte order mark, and the link that leads to it."""
-    path = path.resolve()
-    mark = b"\xef\xbb\xbf" if like.startswith(b"\xef\xbb\xbf") else b""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+def write_text(path: Path, text: str) -> int:
+    """Replace a file at once, or not at all; it keeps its mode, its byte order mark, and the link that leads to it.
+
+    Returns:
+        How many other hard links there are: they keep the old text.
+
+    Raises:
+        UserError: it is read-only, or cannot be written.
+    """
+    target = path.resolve()
+    name = ""
     try:
+        before = target.stat()
+        # Root may write all the same, but its owner meant it.
+        if not before.st_mode & 0o222 or not os.access(target, os.W_OK):
+            raise UserError(f"{path}: not fixed: read-only; allowed: a file that can be written")
+        mark = b"\xef\xbb\xbf" if target.read_bytes().startswith(b"\xef\xbb\xbf") else b""
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".oneaxis-")
         with os.fdopen(handle, "wb") as file:
             file.write(mark + text.encode())
-        shutil.copymode(path, name)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
+        shutil.copymode(target, name)
+        os.replace(name, target)
+    except BaseException as error:
+        if name:
+            Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise UserError(f"{path}: not fixed: {error.strerror}; allowed: a file that can be replaced") from error
         raise
+    return before.st_nlink - 1

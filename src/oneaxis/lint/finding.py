@@ -8,6 +8,7 @@
 A code that is retired is not given again.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,28 @@ class Finding:
     def name(self) -> str:
         """The code in words."""
         return CODES[self.code].name
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def one_line(text: str) -> str:
+    """A text as one line of plain characters: a name from a schema or a disk may hold newlines and control codes."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What could not be read or written: a line that begins with its file."""
+
+    file: str
+    message: str
+
+    @property
+    def line(self) -> int | None:
+        """The line of the file that the message names."""
+        found = re.match(r":(\d+)(?=[: ])", self.message.removeprefix(self.file))
+        return int(found[1]) if found and self.message.startswith(self.file) else None
 
 
 def chosen(findings: Iterable[Finding], select: Sequence[str] = (), ignore: Sequence[str] = ()) -> list[Finding]:

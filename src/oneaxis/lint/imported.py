@@ -160,7 +160,8 @@ def _import(source: str) -> ModuleType:
     except BaseException as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{source}.".startswith(f"{error.name}."):
             raise UserError(
-                f"{source}: no such file or module; allowed: a file, a folder, or a module that imports here"
+                f"{source}: no such file or module; allowed: a file, a folder, or a module that imports here, as in "
+                "package.module:Model"
             ) from error
         # Whatever a user's module does as it is imported, to end or to be interrupted included.
         lines = str(error).strip().splitlines()

@@ -18,7 +18,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from oneaxis.errors import UserError
+from oneaxis.lint.document import load_json
 from oneaxis.lint.finding import Finding
+from oneaxis.lint.tree import TYPES
 
 PENALTIES = {
     "frequency_penalty": ("OV201", 0.0),
@@ -29,12 +31,18 @@ PENALTIES = {
 """Each name with its code and the value at which it does nothing. `repeat_penalty` is llama.cpp's and Ollama's."""
 INSIDE = ("extra_body", "sampling_params", "options")
 """Where clients put what the server reads at the top."""
+SAYS = ("messages", "prompt", "input", "input_ids")
+"""What a request asks with; SGLang's own `text` beside `sampling_params` too."""
+NO_REQUEST = frozenset(("$schema", "$ref", "$defs", "properties", "anyOf", "oneOf", "allOf"))
+"""Keywords of a schema, none of which a request has; nor has it a type of JSON, or a wrapping's, as `type`."""
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 GUIDED_IGNORED = (*GUIDED, "guided_decoding_backend", "guided_whitespace_pattern")
 """Fields that vLLM removed: it answers 200, unconstrained."""
 CONSTRAINTS = ("structured_outputs", *GUIDED, "grammar", "json_schema", "regex", "ebnf", "structural_tag")
 QUOTES = 60
 """Repeats for which the effect of a frequency penalty is told: the quotes of fifteen small fields."""
+HUGE = 1e300
+"""From here on a number is not taken for a setting; Python's integers may be larger than any float."""
 CERTAIN = 20.0
 """A logit of a token that a model is sure of, for which a repetition penalty's effect is told."""
 
@@ -150,7 +158,7 @@ def _code(request: Mapping[str, Any]) -> str | None:
 
 def _asked(request: Mapping[str, Any]) -> str:
     """The prompt, or the last user message."""
-    prompt = request.get("prompt", request.get("input"))
+    prompt = request.get("prompt", request.get("input", request.get("text")))
     messages = request.get("messages", prompt if isinstance(prompt, list) else None)
     if isinstance(messages, list):
         users = [each for each in messages if isinstance(each, dict) and each.get("role") == "user"]
@@ -242,55 +250,151 @@ def _number(request: Mapping[str, Any], name: str, defaults: Mapping[str, Any] |
 
 
 def _checked(value: Any, pointer: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UserError(f"{pointer}: {value!r} is no number; allowed: a finite one")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < HUGE:
+        raise UserError(f"{pointer}: {_short(value)} is no number; allowed: a finite one")
     if pointer.endswith("temperature") and value < 0:
-        raise UserError(f"{pointer}: {value!r}; allowed: 0 or more")
+        raise UserError(f"{pointer}: {_short(value)}; allowed: 0 or more")
     if pointer.endswith(("repetition_penalty", "repeat_penalty")) and value <= 0:
-        raise UserError(f"{pointer}: {value!r}; allowed: more than 0")
+        raise UserError(f"{pointer}: {_short(value)}; allowed: more than 0")
     return float(value)
 
 
-def request_of(line: Any, where: str) -> tuple[str, dict[str, Any]]:
-    """The body of a line of a JSONL file, and its pointer: the line itself, or what a batch file wraps.
+def _short(value: Any) -> str:
+    shown = json.dumps(value)
+    return shown if len(shown) <= 40 else shown[:37] + "..."
+
+
+def check_defaults(defaults: Mapping[str, Any], where: str) -> None:
+    """Whether a server's sampling settings are numbers, so that no request is blamed for them.
 
     Raises:
-        UserError: it is no request.
+        UserError: one is not.
     """
-    pointer, body = ("/body", line["body"]) if isinstance(line, dict) and "body" in line else ("", line)
-    if not isinstance(body, dict) or not {"messages", "prompt", "input"} & set(body):
-        raise UserError(
-            f"{where}: no request; allowed: an object with `messages`, `prompt` or `input`, or a batch's `body`"
+    for name in (*PENALTIES, "temperature"):
+        if defaults.get(name) is not None:
+            _checked(defaults[name], f"{where}: /{name}")
+
+
+def body_of(document: Any) -> tuple[str, dict[str, Any]] | None:
+    """The request body that a JSON document is, or wraps as a batch file does (`body`), with its pointer; else None.
+
+    A body has `messages`, `prompt` or `input`, `text` beside `sampling_params`, or a field that constrains or tunes
+    an answer; and it is no JSON Schema, which has none of them as a keyword.
+    """
+    pointer, body = ("/body", document["body"]) if isinstance(document, dict) and "body" in document else ("", document)
+    if not isinstance(body, dict) or NO_REQUEST & set(body):
+        return None
+    said = body.get("type")
+    if isinstance(said, list) or said in (*TYPES, "json_schema", "function"):
+        return None
+    asks = any(isinstance(body.get(name), str | list) for name in SAYS)
+    native = isinstance(body.get("text"), str | list) and isinstance(body.get("sampling_params"), dict)
+    responds = isinstance(_inside(body, "text").get("format"), dict)
+    return (pointer, body) if asks or native or responds or any(_carries(scope) for _, scope in _scopes(body)) else None
+
+
+def _carries(scope: Mapping[str, Any]) -> bool:
+    """Whether a field is there that only a request has, with a value of its kind."""
+    return (
+        any(isinstance(scope.get(name), dict) for name in ("response_format", "structured_outputs"))
+        or any(scope.get(name) is not None for name in GUIDED)
+        or any(
+            isinstance(scope.get(name), list) and scope[name] and all(isinstance(each, dict) for each in scope[name])
+            for name in ("tools", "functions")
         )
-    return pointer, body
+    )
+
+
+def is_constrained(document: Any) -> bool:
+    """Whether a document is a request with a constraint, tools or a penalty: what of a folder is looked at."""
+    found = body_of(document)
+    if found is None:
+        return False
+    names = (*PENALTIES, *CONSTRAINTS)
+    return any(
+        _carries(scope) or isinstance(scope.get("format"), dict) or any(scope.get(name) is not None for name in names)
+        for _, scope in (*_scopes(found[1]), ("", _inside(found[1], "text")))
+    )
 
 
 def schemas_of(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas that a request carries, with their pointers.
+    """The JSON Schemas that a request carries, with their pointers; of tools only if one may be called.
 
     Raises:
         UserError: a schema that is a text, but not JSON.
     """
     for pointer, scope in _scopes(request):
         for path in (
-            ("response_format", "json_schema", "schema"), ("text", "format", "schema"), ("structured_outputs", "json"),
-            ("guided_json",),
+            ("response_format", "json_schema", "schema"), ("response_format", "schema"), ("text", "format", "schema"),
+            ("structured_outputs", "json"), ("guided_json",), ("json_schema",),
         ):  # fmt: skip
             found: Any = scope
             for key in path:
                 found = found.get(key) if isinstance(found, dict) else None
             at = pointer + "".join(f"/{key}" for key in path)
-            if isinstance(found, str):
-                try:
-                    found = json.loads(found)
-                except ValueError as error:
-                    raise UserError(f"{at}: a schema that is not JSON: {error}; allowed: an object") from error
+            found = _parsed(found, at)
             if found is not None:
                 yield at, found
-        for tools in ("tools", "functions"):
-            listed = scope.get(tools)
+        # Ollama's, where it is not "json".
+        if isinstance(scope.get("format"), dict):
+            yield f"{pointer}/format", scope["format"]
+        for at, tag in (
+            ("/response_format", scope.get("response_format")),
+            ("/structured_outputs/structural_tag", _inside(scope, "structured_outputs").get("structural_tag")),
+            ("/structural_tag", scope.get("structural_tag")),
+        ):
+            if not at.startswith("/response") or (isinstance(tag, dict) and tag.get("type") == "structural_tag"):
+                yield from _tagged(_parsed(tag, pointer + at), pointer + at)
+        for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+            listed = scope.get(tools) if scope.get(choice) != "none" else None
             for index, tool in enumerate(listed if isinstance(listed, list) else []):
                 own = tool.get("function", tool) if isinstance(tool, dict) else {}
                 inside = "/function" if isinstance(tool, dict) and "function" in tool else ""
-                if isinstance(own, dict) and isinstance(own.get("parameters"), dict):
-                    yield f"{pointer}/{tools}/{index}{inside}/parameters", own["parameters"]
+                for key in ("parameters", "input_schema"):
+                    if isinstance(own, dict) and isinstance(own.get(key), dict):
+                        yield f"{pointer}/{tools}/{index}{inside}/{key}", own[key]
+
+
+TEXT_FIXES = {
+    "OV001": 'add a choice such as "unknown", and tell the model when to use it',
+    "OV006": "choose values that differ from the first token on",
+}
+"""What to do about choices, which have neither null nor a quote before them."""
+
+
+def texts_of(request: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Choices and regular expressions, which constrain a text and no JSON, as the schemas that say the same.
+
+    Of a regular expression the whole text has to match, so the schema's has anchors.
+    """
+    for pointer, scope in _scopes(request):
+        outputs = _inside(scope, "structured_outputs")
+        if isinstance(outputs.get("choice"), list):
+            yield f"{pointer}/structured_outputs/choice", {"enum": outputs["choice"]}
+        for at, found in (("/structured_outputs/regex", outputs.get("regex")), ("/regex", scope.get("regex"))):
+            if isinstance(found, str):
+                yield pointer + at, {"type": "string", "pattern": f"^(?:{found})$"}
+
+
+def _inside(scope: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = scope.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _parsed(found: Any, at: str) -> Any:
+    return load_json(found, at, 1) if isinstance(found, str) else found
+
+
+def _tagged(tag: Any, pointer: str) -> Iterator[tuple[str, Any]]:
+    """The schemas in a structural tag (vLLM 0.32, xgrammar 0.2.8): `structures` with a `schema` each, or a `format`
+    with `json_schema` formats anywhere in it."""
+    if isinstance(tag, list):
+        for index, each in enumerate(tag):
+            yield from _tagged(each, f"{pointer}/{index}")
+    elif isinstance(tag, dict):
+        for key in ("schema", "json_schema"):
+            if isinstance(tag.get(key), dict) and (key == "schema") == ("begin" in tag and "type" not in tag):
+                yield f"{pointer}/{key}", tag[key]
+        for key in ("structures", "format", "elements", "content", "tags", "rules"):
+            if isinstance(tag.get(key), dict | list):
+                yield from _tagged(tag[key], f"{pointer}/{key}")

@@ -5,6 +5,7 @@ for finding in lint_schema(json.loads(text)):
     print(finding.code, finding.pointer, finding.message)
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,8 +23,10 @@ from oneaxis.lint.rules import ASSERTIONS, rules
 from oneaxis.lint.tokens import Tokenizer
 from oneaxis.lint.tree import Node, Schema, escape, everywhere, properties
 
-IGNORE = re.compile(r"oneaxis:\s*ignore\s+((?:OV\d*[,\s]*)+)")
+IGNORE = re.compile(r"oneaxis:\s*ignore\s+((?:OV\d*\b[,\s]*)+)")
 """In a `$comment`: codes, or their beginnings, that are accepted in this schema and below it."""
+MEANT = re.compile(r"\b(?:[O0]V\w+|[o0]v\w*\d\w*)")
+"""What looks like a code, behind them."""
 
 
 def lint_schema(schema: Any, where: str = "schema", tokenizer: Tokenizer | None = None) -> list[Finding]:
@@ -67,7 +70,8 @@ def _ignored(node: Node, where: str) -> tuple[str, ...]:
         if isinstance(comment, str) and "oneaxis: ignore" in comment:
             raise UserError(f"{where}: {node.pointer}/$comment: ignores no code; allowed: oneaxis: ignore OV001, ...")
         return ()
-    prefixes = tuple(match[1].replace(",", " ").split())
+    # A word that was to be a code, and is none, would leave its finding without a word of why.
+    prefixes = tuple(match[1].replace(",", " ").split()) + tuple(MEANT.findall(comment[match.end() :]))
     for prefix in prefixes:
         if not any(code.startswith(prefix) for code in CODES):
             raise UserError(f"{where}: {node.pointer}/$comment: {prefix} is no code; allowed: {', '.join(CODES)}")
@@ -80,10 +84,12 @@ def check(schema: Any, where: str) -> None:
     Raises:
         UserError: it is not.
     """
+    if isinstance(schema, bool):
+        return
     if not isinstance(schema, dict):
-        raise UserError(
-            f"{where}: {str(schema)[:40]!r} is no JSON Schema; allowed: an object with `type`, `anyOf`, ..."
-        )
+        shown = json.dumps(schema)
+        shown = shown if len(shown) <= 40 else shown[:37] + "..."
+        raise UserError(f"{where}: {shown} is no JSON Schema; allowed: an object with `type`, `anyOf`, ...")
     if not set(schema) & (ASSERTIONS | {"$defs", "definitions"}):
         shown = ", ".join(list(schema)[:4]) or "nothing"
         raise UserError(
@@ -128,18 +134,6 @@ def _wrapped(document: Any) -> bool:
         and not isinstance(document.get("type"), str | list)
         and "properties" not in document
     )
-
-
-def looks_like_a_schema(document: Any) -> bool:
-    """Whether a file of a folder is meant: a dialect, or a type with what belongs to it, or a wrapping."""
-    if not isinstance(document, dict):
-        return False
-    if _wrapped(document) or document.get("type") == "json_schema":
-        return True
-    if "json-schema.org" in str(document.get("$schema", "")):
-        return True
-    kinds = {"object": ("properties", "additionalProperties"), "array": ("items", "prefixItems")}
-    return any(document.get("type") == kind and set(keys) & set(document) for kind, keys in kinds.items())
 
 
 def orders(schema: Any, where: str = "schema") -> dict[str, list[str]]:
