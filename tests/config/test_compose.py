@@ -80,6 +80,26 @@ def test_every_choice_composes(root: Path, group: str, choice: str) -> None:
         (["quantum=1"], ["quantum=1", "no such key"]),
         (["~train"], ["train", "missing"]),
         (["seed=-1"], ["seed=-1", "greater than or equal to 0"]),
+        # What is named is the key of the choice, not the group with all that it holds.
+        (["extract=records", "extract.kind=foo"], ["settings: extract.kind=foo; allowed: none, documents"]),
+        (["diverge.kind=x"], ["settings: diverge.kind=x; allowed: none, greedy"]),
+        (["train.kind=1"], ["settings: train.kind=1; allowed: ", "dpo"]),
+        (["serve.kind=x"], ["settings: serve.kind=x; allowed: vllm, attach"]),
+        (["~extract.kind"], ["settings: extract.kind: missing; allowed: "]),
+        # No document fits beside such an answer.
+        (
+            ["extract=records", "extract.max_tokens=100000"],
+            ["settings: extract.max_tokens=100000: ", "allowed: fewer than serve.max_model_len="],
+        ),
+        (
+            ["extract=records", "extract.reasoning_tokens=1000000", "extract.first=reasoning"],
+            ["extract.reasoning_tokens=1000000: ", "serve.max_model_len="],
+        ),
+        (["extract=lists", "extract.row_tokens=1000000"], ["extract.row_tokens=1000000, 2 rows: 2000016 tokens"]),
+        (["extract=records", "serve=attach", "serve.base_url=http://host"], ["settings: extract.kind is documents"]),
+        (["extract=records", "extract.records=99999999999"], ["extract.records=99999999999", "100000"]),
+        (["extract=lists", "extract.lists=99999999999"], ["extract.lists=99999999999", "100000"]),
+        (["extract=records", "extract.repetition_penalty=1e-300"], ["extract.repetition_penalty=1e-300", "0.1"]),
     ],
 )
 def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(
@@ -89,6 +109,7 @@ def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(
         compose(root / "conf", overrides)
     message = str(caught.value)
     assert "\n" not in message
+    assert ": :" not in message
     for word in words:
         assert word in message
 

@@ -4,6 +4,7 @@ Run as a program, since vLLM sets up its process as it is imported. Reads a JSON
 
     cases     [{schema, answers}] -> {auto, xgrammar, guidance: the backend that vLLM takes it to, or "400 ..." with the
               reason; accepts: whether each answer is accepted by the backend that `auto` chose}
+    compiles  schemas -> what xgrammar says against each; "" if it compiles
     spaces    answers to one schema -> whether free and compact whitespace accept them, by xgrammar and by llguidance
     keys      structured_outputs -> what vLLM hands to a backend
     requests  chat requests -> the structured_outputs that vLLM reads in them
@@ -54,6 +55,15 @@ def by_xgrammar(schema: dict, answer: str, **how: object) -> bool:
     return _is_grammar_accept_string(xgrammar.Grammar.from_json_schema(json.dumps(schema), **how), answer)
 
 
+def against(schema: dict) -> str:
+    """Why xgrammar does not compile a schema; empty: it does."""
+    try:
+        xgrammar.Grammar.from_json_schema(json.dumps(schema))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def by_guidance(schema: dict, answer: str, free: bool = True) -> bool:
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
         json.dumps(schema), defaults={"whitespace_flexible": free}
@@ -83,6 +93,7 @@ def main() -> None:
         accept = ACCEPT.get(found["auto"])
         found["accepts"] = [accept(case["schema"], answer) for answer in case["answers"]] if accept else []
         said["cases"].append(found)
+    said["compiles"] = [against(schema) for schema in asked["compiles"]]
     space = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
              "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
     said["spaces"] = [

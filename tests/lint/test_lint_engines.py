@@ -5,6 +5,9 @@ answer keeps to a schema is said by jsonschema. Nothing is faked.
 """
 
 import json
+import math
+import random
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -134,6 +137,89 @@ CASES = [
         ({"type": "object", "patternProperties": {"^x": INT}, "additionalProperties": False}, '{"xa": 1}', '{"y": 1}'),
     )),
 ]  # fmt: skip
+DRAFT4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
+BOUNDS = [
+    # For llguidance, which takes them.
+    *(("OV102", each) for each in (
+        closed({"a": INT}) | {"properties": {"a": INT, "b": False}}, {"anyOf": [INT, False]},
+        INT | {"minimum": 0, "exclusiveMinimum": True} | DRAFT4,
+        NUM | {"minimum": 0, "exclusiveMinimum": False} | DRAFT4,
+        INT | {"maximum": 99999999999999999999}, INT | {"minimum": 1.5}, INT | {"exclusiveMaximum": 1.5},
+        {"type": ["integer", "null"], "minimum": 1.5}, STR | {"minLength": 2**31}, {"type": "array", "minItems": 1},
+        {"type": "object", "minProperties": 1}, ARRAY | {"prefixItems": [INT, INT], "maxItems": 1},
+        {"type": "array", "prefixItems": [INT, False], "items": INT},
+        STR | {"pattern": "^(?i)a$"}, STR | {"pattern": "^(?i:a)$"}, STR | {"pattern": "^+$"},
+    )),
+    *(("OV103", each) for each in (
+        closed({"a": INT, "b": False}), {"anyOf": [False]}, {"allOf": [False]},
+        {"$defs": {"n": False}, "$ref": "#/$defs/n"},
+        INT | {"minimum": math.inf}, NUM | {"minimum": math.inf}, INT | {"minimum": 1e19}, INT | {"minimum": -1e19},
+        NUM | {"minimum": 5, "exclusiveMaximum": 5}, INT | {"exclusiveMinimum": 5, "exclusiveMaximum": 6},
+        STR | {"maxLength": 3.0}, ARRAY | {"minItems": 2.0},
+        {"type": "object", "additionalProperties": INT, "maxProperties": 2.0},
+        {"type": "array", "prefixItems": [INT], "items": False, "minItems": 2},
+        {"type": "object", "properties": {"a": INT}, "additionalProperties": False, "minProperties": 2},
+        closed(AB) | {"maxProperties": 1}, {"type": "object", "propertyNames": False},
+        *(STR | {"pattern": pattern} for pattern in (
+            "[", "^(a", "^a)$", "^*a$", "^(*a)$", "^a|?b$", "^[z-a]$", "^[z-\\x41]$", "^[]$", "^[\\]$", "^a{3,1}$",
+            "^a{$", "^a{,3}$", "^a{1", "^(?>a)$", "^(?$", "^\\c$", "^[a\\",
+        )),
+    )),
+    # Only the empty array and object can be written.
+    ("OV104", {"type": "array", "maxItems": 3}), ("OV104", {"type": "object", "maxProperties": 3}),
+]  # fmt: skip
+LOST = {"type": "object", "patternProperties": {"^(a": INT}, "additionalProperties": INT}
+SOUND = [
+    INT | {"minimum": 1.0}, INT | {"minimum": -(2**63), "maximum": 2**63 - 1},
+    INT | {"exclusiveMinimum": 5, "maximum": 6}, NUM | {"exclusiveMinimum": 0, "maximum": 1.5},
+    ARRAY | {"minItems": 1}, closed(AB) | {"minProperties": 2},
+    {"type": "array", "items": False}, {"type": "array"}, {"type": "object"}, {"enum": [1], "minimum": 0.5},
+    *(STR | {"pattern": pattern} for pattern in (
+        "^[\\w.+-]{1,64}@[\\w-]{1,63}$", "^(?:a|b|)$", "^(?<year>\\d{4})$", "^\\$\\d{1,9}(\\.\\d{2})?$", "^[a-]$",
+        "^[-a]$",
+        "^[\\d-z]$", "^[^\\]]{1,3}$", "^a{ 2 }$", "^a{2,4}?$", "^}]$", "^\\u{1F600}$", "^()$", "^[[]$", "^\\[\\(\\{$",
+    )),
+]  # fmt: skip
+
+
+def made_at_random(seed: int, count: int) -> list[dict]:
+    """Patterns from pieces that fit together or do not, and nested bounds, in half of which something is wrong."""
+    draw = random.Random(seed)
+    pieces = [*"ab()[{*+?|^,1", "\\d", "[a-z]", "{2}", "{1,3}", "(?:", "(?<x>", "[^a", "b-]", "]a", "^(", ")$"]
+    made: list[dict] = []
+    while len(made) < count:
+        pattern = "".join(draw.choice(pieces) for _ in range(draw.randint(1, 6)))
+        # Of two repeats in a row xgrammar takes some, and a ] that closes nothing makes it read with another parser.
+        if not re.search(r"[*+?}]\^*[*+{]", pattern):
+            made.append(STR | {"pattern": f"^{pattern}$" if draw.random() < 0.5 else pattern})
+
+    def some(schema: dict, values: dict, share: float = 0.4) -> dict:
+        return schema | {name: draw.choice(of) for name, of in values.items() if draw.random() < share}
+
+    def bounded(depth: int) -> dict:
+        kind = draw.choice(
+            ["integer", "number", "string", "array", "object", "object"] if depth else ["integer", "string"]
+        )
+        within = lambda: bounded(depth - 1)  # noqa: E731
+        few = [0, 1, 2, 3]
+        if kind == "string":
+            return some({"type": kind}, {"minLength": [*few, 2**31], "maxLength": few})
+        if kind == "array":
+            parts = {"items": [False, within(), within()], "prefixItems": [[within()], [within(), False]]}
+            return some({"type": kind} | some({}, parts), {"minItems": few, "maxItems": few})
+        if kind == "object":
+            members = {name: draw.choice([within()] * 5 + [False]) for name in "abc"[: draw.randint(1, 3)]}
+            parts = {"properties": [members], "additionalProperties": [False, within()]}
+            limits = {"minProperties": few, "maxProperties": few, "propertyNames": [True, {"pattern": "^x$"}]}
+            return some({"type": kind, "required": []} | some({}, parts, 0.7), limits, 0.2)
+        numbers = [0, 1, 2, 1.5, -1, 2.0, 1e19, -1e19, 10**20]
+        return some({"type": draw.choice([kind, [kind, "null"]])},
+                    dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), numbers))  # fmt: skip
+
+    return made + [bounded(draw.randint(0, 2)) for _ in range(count)]
+
+
+RANDOM = made_at_random(7, 2000)
 NULLABLE = {"type": "string", "nullable": True}
 FALSE_UNIQUE = ARRAY | {"uniqueItems": False}
 FOREIGN = [{"$ref": "https://example.com/x.json"}, {"$ref": "other.json#/x"}]
@@ -151,6 +237,9 @@ DEEPER: dict = {"anyOf": [{"anyOf": [DEEP]}]}
 for _ in range(30):
     DEEPER = {"type": "array", "items": DEEPER}
 MORE = [
+    *((each, []) for code, each in BOUNDS if code != "OV104"), *((each, []) for each in SOUND),
+    ({"type": "array", "maxItems": 3}, ["[]", "[1]"]), ({"type": "object", "maxProperties": 3}, ["{}", '{"a": 1}']),
+    (LOST, ['{"(b": 1}']),
     (NULLABLE, ["null"]), (FALSE_UNIQUE, ["[1, 1]"]), *((each, ['"anything"']) for each in FOREIGN),
     *((each, []) for each in UNSATISFIABLE), (NEVER_ENDS, ['{"kid": {"kid": {}}}']),
     (SEVERAL, ['{"x": "q"}']), (BESIDE, ['{"a": 1, "x": "q"}', '{"a": 1, "x": 1}']),
@@ -186,7 +275,14 @@ def facts() -> dict:
     pytest.importorskip("vllm", reason="the engine is an extra")
     cases = [{"schema": case.schema, "answers": [case.good, case.bad]} for case in CASES]
     cases += [{"schema": schema, "answers": answers} for schema, answers in MORE]
-    asked = {"cases": cases, "spaces": SPACES, "keys": KEYS, "requests": REQUESTS, "penalties": PENALTIES}
+    asked = {
+        "cases": cases,
+        "compiles": RANDOM,
+        "spaces": SPACES,
+        "keys": KEYS,
+        "requests": REQUESTS,
+        "penalties": PENALTIES,
+    }
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("engine_facts.py"))],
         input=json.dumps(asked), capture_output=True, text=True, check=False,
@@ -230,6 +326,60 @@ def test_constraints_do_in_the_installed_engines_what_their_code_says(facts):
         else:
             assert found["auto"] == "xgrammar", said
             assert found["accepts"][0] is False, said
+
+
+@pytest.mark.parametrize(("code", "schema"), [*BOUNDS, *(("", each) for each in SOUND)])
+def test_the_code_of_what_does_not_compile(code, schema):
+    assert set(codes(schema)) - {"OV105"} == ({code} if code else set())
+
+
+def test_an_invalid_pattern_is_said_to_be_one():
+    for pattern, reason in (("[", "the [ at character 1 is not closed"), ("^(a", "a ( is not closed")):
+        (finding,) = [each for each in lint_schema(STR | {"pattern": pattern}) if each.code != "OV002"]
+        assert finding.message == f"{pattern!r} is no regular expression for any backend: {reason}"
+    assert codes(LOST) == ["OV101"]
+    # Dropped beside a format and without a type, not compiled; nobody reads it in an unused definition either.
+    assert codes(STR | {"pattern": "[", "format": "date"}) == ["OV101"]
+    assert codes({"pattern": "["}) == ["OV101"]
+
+
+@pytest.mark.parametrize("schema", [
+    {"enum": [{"a": 1}], "properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": INT}},
+    {"enum": ["a"], "pattern": "^[[a]$"}, {"enum": ["a"], "pattern": "^a{99999999999}$"},
+    STR | {"pattern": "^[a&&b--c]{1,2}$"}, STR | {"pattern": "^a{99999999999}$"},
+    NUM | {"enum": [1], "minimum": 0, "exclusiveMinimum": True} | DRAFT4,
+])  # fmt: skip
+def test_what_python_reads_otherwise_is_no_trouble(schema):
+    """Each raised, or warned, which is an error here."""
+    assert "OV101" not in codes(schema) or "properties" in schema
+
+
+@pytest.mark.slow
+def test_what_does_not_compile_in_the_installed_engines(facts):
+    for code, schema in BOUNDS:
+        found = facts["by_schema"][json.dumps(schema)]
+        if code == "OV102":
+            assert (found["auto"], found["xgrammar"][:3]) == ("guidance", "400"), schema
+        elif code == "OV103":
+            assert found["auto"].startswith("400"), schema
+        else:
+            assert (found["auto"], found["accepts"]) == ("xgrammar", [True, False]), schema
+    # outlines drops what is no expression, instead of refusing it.
+    found = facts["by_schema"][json.dumps(LOST)]
+    assert (found["auto"], found["accepts"]) == ("outlines", [True])
+    for schema in SOUND:
+        assert facts["by_schema"][json.dumps(schema)]["auto"] == "xgrammar", schema
+
+
+@pytest.mark.slow
+def test_all_that_xgrammar_does_not_compile_is_found_and_nothing_else(facts):
+    for schema, said in zip(RANDOM, facts["compiles"], strict=True):
+        fault = bool({"OV102", "OV103"}.intersection(codes(schema)))
+        # Handed on by vLLM for another reason, or refused for one.
+        if fault and not said and "propertyNames" in json.dumps(schema):
+            continue
+        assert fault == bool(said), (schema, said)
+    assert 0.3 < sum(map(bool, facts["compiles"])) / len(RANDOM) < 0.7
 
 
 @pytest.mark.slow

@@ -162,6 +162,15 @@ def test_fields_that_vllm_does_not_read():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("penalty", [1e30, 2.01, -3])
+def test_a_penalty_that_vllm_refuses(penalty):
+    """Its SamplingParams take -2 to 2: no effect is told of what is never applied."""
+    for name in ("frequency_penalty", "presence_penalty"):
+        (finding,) = guard(ask(**{name: penalty}, **JSON))
+        assert finding.message.endswith(": vLLM refuses the request; allowed: -2 to 2")
+        assert "refuses" not in guard(ask(**{name: 2}, **JSON))[0].message
+
+
 @pytest.mark.parametrize(("more", "message"), [
     ({"frequency_penalty": "0.3"}, '/frequency_penalty: "0.3" is no number'),
     ({"presence_penalty": True}, "/presence_penalty: true is no number"),

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from oneaxis.cli import main
 from oneaxis.errors import UserError
 from oneaxis.lint.finding import CODES, chosen
 from oneaxis.lint.order import words
-from oneaxis.lint.schema import lint_schema, orders, schemas
+from oneaxis.lint.schema import lint_schema, orders, schemas, under
 from oneaxis.lint.tokens import Tokenizer, alike
 
 TEXT = {"type": "string", "maxLength": 200}
@@ -40,12 +41,35 @@ def test_a_sound_schema_has_no_finding():
 @pytest.mark.parametrize("value", [
     "unknown", "Unknown", "not_applicable", "NotApplicable", "n/a", "N/A", "other", "OTHER_LANGUAGE", "none", "", "?",
     "cannot_tell", "can't tell", "not sure", "unclear", "no_answer_found", "unspecified", "not-stated", None,
+    "NOT ENOUGH INFO", "not_enough_information", "insufficient_evidence", "no_information", "don't know", "dont_know",
+    "idk", "no_answer", "cannot_say", "not_provided", "not_reported", "not_visible", "no_match", "unassigned",
+    "unlabeled", "I do not know", "notEnoughInfo", "prefer_not_to_say", "out_of_scope", "couldn't determine",
+    "something_else", "keine Angabe", "neutral",
 ])  # fmt: skip
 def test_a_way_out(value):
     assert found(obj(x={"enum": ["red", "green", value]}), "OV001") == []
 
 
-@pytest.mark.parametrize("value", ["normal", "notable", "another", "nonet", "navy", "knot", "no", "minor", "known"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "normal",
+        "notable",
+        "another",
+        "nonet",
+        "navy",
+        "knot",
+        "no",
+        "minor",
+        "known",
+        "info",
+        "match",
+        "answer",
+        "not_spam",
+        "no_action",
+        "does_not_apply_brakes",
+    ],
+)
 def test_no_way_out(value):
     assert found(obj(x={"enum": ["red", value]}), "OV001") == [("OV001", "/properties/x")]
 
@@ -95,6 +119,15 @@ def test_where_an_enum_has_to_be_answered(schema, pointers):
     ({"type": "array", "items": TEXT, "maxItems": 3}, []),
     ({"type": "array", "prefixItems": [TEXT], "items": False}, []),
     ({"type": "array", "maxItems": 3}, ["OV008"]),
+    ({"type": "array", "items": {"type": "string"}, "maxItems": 0}, []),
+    ({"type": "array", "prefixItems": [TEXT], "items": {"type": "string"}, "maxItems": 1}, []),
+    ({"type": "array", "maxItems": 0}, []),
+    # A bound beyond what a model writes is none.
+    ({"type": "string", "maxLength": 100_000_000}, ["OV002"]),
+    ({"type": "string", "maxLength": 100_000}, []),
+    ({"type": "string", "pattern": "^(a{0,5000}){0,5000}$"}, ["OV002"]),
+    ({"type": "array", "items": TEXT, "maxItems": 100_000_000}, ["OV003"]),
+    ({"type": "object", "additionalProperties": TEXT, "maxProperties": 100_000_000}, ["OV003"]),
     ({"type": "array", "items": {}, "maxItems": 3}, ["OV008"]),
     ({"type": "array", "items": {"description": "free"}, "maxItems": 3}, ["OV008"]),
     ({"type": "array", "maxItems": 3, "items": {"type": "array", "items": {"type": "string"}}}, ["OV002", "OV003"]),
@@ -137,11 +170,34 @@ NUMBER = {"type": ["number", "null"]}
     ("label season", ""),
     ("label unreasonable", ""),
     ("title abstract", ""),
+    # The last word says what it is; what is about something that is not there is about nothing.
+    *((f"color {name}", "") for name in (
+        "close_reason", "cancellation_reason", "reason_for_visit", "reason_code", "evidence_url", "explanation_url",
+        "rationale_id", "reasoning_language", "price_quote", "root_cause_analysis",
+    )),
+    ("default_probability confidence_interval color", ""),
+    ("label evidence_ids", ""),
+    ("label evidence_uri", ""),
+    ("verdict_date label_id reasoning", ""),
+    ("verdict_date verdict reasoning", "verdict_date reasoning verdict"),
+    *((f"color {name}", f"{name} color") for name in (
+        "reasoning_steps", "brief_reasoning", "chain_of_thought", "stepByStepReasoning", "answer_rationale",
+        "supporting_evidence", "evidence_quotes", "thought_process", "explanation_text",
+    )),
+    ("reason_for_color color", ""),
+    ("color reason_for_color", "reason_for_color color"),
+    ("is_spam spam_reason", "spam_reason is_spam"),
+    ("reason_1 answer_1 reason_2 answer_2", ""),
+    ("answer_1 reason_1 answer_2 reason_2", "reason_1 answer_1 reason_2 answer_2"),
+    ("confidence_score label", "label confidence_score"),
 ])  # fmt: skip
 def test_order(before, after):
     """Labels and `color` are choices, prices numbers, `confidence` a number; all else is text."""
     kinds = {"label": CHOICE, "color": CHOICE, "price": NUMBER, "confidence": NUMBER, "certainty": NUMBER}
-    kinds |= {"name_confidence": NUMBER, "price_confidence": NUMBER}
+    kinds |= {"name_confidence": NUMBER, "price_confidence": NUMBER, "is_spam": {"type": ["boolean", "null"]}}
+    kinds |= dict.fromkeys(("default_probability", "confidence_interval", "confidence_score"), NUMBER)
+    kinds |= {"evidence_ids": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}}
+    kinds |= {"evidence_uri": {"type": "string", "format": "uri"}}
     schema = obj([], **{name: kinds.get(name, TEXT) for name in before.split()})
     if not after:
         assert orders(schema) == {}
@@ -233,14 +289,27 @@ def test_a_tokenizer_that_is_not_there(tmp_path):
         Tokenizer(tmp_path)
 
 
+def test_a_long_list_of_values_is_cut():
+    schema = obj(x={"enum": [f"value{index}" for index in range(3000)]})
+    said = {each.code: each.message for each in lint_schema(schema)}
+    assert "'value0', 'value1', 'value2', 'value3', ... (3000 values)" in said["OV006"]
+    assert "... (3000 values)" in said["OV001"]
+    assert all(len(message) < 250 for message in said.values())
+
+
 # --- OV007 ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("member", "flagged"), [
     ({"type": "number"}, True),
     ({"type": "boolean"}, True),
-    (TEXT, True),
-    ({"type": "array", "items": TEXT, "minItems": 1, "maxItems": 2}, True),
+    ({"type": "string", "format": "date"}, True),
+    ({"type": "string", "pattern": "^[A-Z]{2}[0-9]{4}$"}, True),
+    # A text can say that it is not known, and may be written rather than found.
+    (TEXT, False),
+    ({"type": "string", "pattern": "^[^<>]{0,200}$"}, False),
+    ({"anyOf": [{"type": "number"}, TEXT]}, False),
+    ({"type": "array", "items": TEXT, "minItems": 1, "maxItems": 2}, False),
     ({"type": "array", "items": TEXT, "maxItems": 2}, False),
     ({"type": ["number", "null"]}, False),
     ({"anyOf": [{"type": "number"}, {"type": "null"}]}, False),
@@ -252,6 +321,34 @@ def test_required_without_null(member, flagged):
     schema = {"$defs": {"maybe": {"type": ["string", "null"], "maxLength": 3}}} | obj(x=member)
     assert [pointer for _, pointer in found(schema, "OV007")] == ["/properties/x"] * flagged
     assert found({"$defs": schema["$defs"]} | obj([], x=member), "OV007") == []
+    assert found({"$defs": schema["$defs"]} | obj(score=member), "OV007") == ([("OV007", "/properties/score")]
+        if member == {"type": "boolean"} else [])  # fmt: skip
+
+
+def test_what_a_model_does_is_never_unknown():
+    act = {"enum": ["search", "finish"]}
+    assert found(obj(next_action=act, tool=act, actionable=act), "OV001") == [("OV001", "/properties/actionable")]
+
+
+@pytest.mark.parametrize(("name", "schema", "code"), [
+    ("hint.json", obj(days={"type": "integer"}), 0), ("warning.json", obj(title={"type": "string"}), 1),
+    ("error.json", obj(x={"enum": ["red", "green"]}), 1),
+])  # fmt: skip
+def test_a_hint_alone_fails_nothing(tmp_path, capsys, name, schema, code):
+    (tmp_path / name).write_text(json.dumps(schema))
+    assert main(["lint", str(tmp_path / name)]) == code
+    assert "found 1 " in capsys.readouterr().out
+
+
+def test_what_is_written_or_chosen_is_no_fact():
+    """OpenAI's own examples of strict mode, in which every property is required."""
+    step = obj(explanation=TEXT, output=TEXT)
+    assert lint_schema(obj(steps={"type": "array", "items": step, "maxItems": 9}, final_answer=TEXT)) == []
+    tool = obj(location=TEXT, unit={"enum": ["celsius", "fahrenheit"]}, days={"type": "integer"})
+    assert found(tool, "OV001", "OV007") == [("OV001", "/properties/unit"), ("OV007", "/properties/days")]
+    assert under(lint_schema(tool), "/function/parameters") == []
+    assert len(under(lint_schema(tool), "/json_schema/schema")) == 2
+    assert {each.severity for each in lint_schema(tool) if each.code == "OV007"} == {"info"}
 
 
 # --- recursion -----------------------------------------------------------------------------------------------
@@ -279,6 +376,30 @@ def test_a_recursion_through_the_root_and_through_two_definitions():
     assert found(both, "OV009") == [("OV009", "/$defs/a"), ("OV009", "/$defs/b")]
 
 
+# --- OV011, OV012 --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "meant"), [
+    ("propertes", "properties"), ("requried", "required"), ("maxlength", "maxLength"), ("max_items", "maxItems"),
+    ("additionalPropertys", "additionalProperties"), ("enums", "enum"), ("tpye", "type"), ("$def", "$defs"),
+    # Others have keywords too.
+    ("example", ""), ("x-type", ""), ("propertyOrdering", ""), ("enumNames", ""), ("errorMessage", ""), ("titel", ""),
+    ("optional", ""), ("widget", ""), ("order", ""), ("id", ""), ("strict", ""), ("name", ""), ("parameters", ""),
+    ("when", ""), ("note", ""),
+])  # fmt: skip
+def test_misspelt_keywords(name, meant):
+    """Of a schema, not of properties, which may have any name."""
+    said = [each for each in lint_schema(obj([], **{name: {name: {}, "const": None}})) if each.code == "OV011"]
+    assert [(each.pointer, each.fix) for each in said] == (
+        [(f"/properties/{name}/{name}", f"write `{meant}` if that is meant")] if meant else []
+    )
+
+
+def test_a_value_that_stands_twice_is_no_shared_token():
+    said = [(each.code, each.message) for each in lint_schema(obj([], x={"enum": ["a", "a", "unknown", 1, 1.0, True]}))]
+    assert said == [("OV012", "'a', 1.0 stands in it more than once")]
+
+
 # --- accepting, choosing, wrappings --------------------------------------------------------------------------
 
 
@@ -294,7 +415,9 @@ def test_a_comment_accepts_a_finding_there_and_below():
 
 
 def test_select_and_ignore_by_prefix():
-    findings = lint_schema(obj(x={"enum": ["red", "green"], "maxLength": 3}, y={"type": "string"}))
+    findings = lint_schema(
+        obj(x={"enum": ["red", "green"], "maxLength": 3}, y={"type": "string"}, z={"type": "number"})
+    )
     assert {each.code for each in findings} == {"OV001", "OV002", "OV007", "OV101"}
     assert {each.code for each in chosen(findings, ["OV1"])} == {"OV101"}
     assert {each.code for each in chosen(findings, [], ["OV00"])} == {"OV101"}
@@ -318,6 +441,8 @@ def test_what_openai_wraps():
 
 @pytest.mark.parametrize(("schema", "message"), [
     ([], "is no JSON Schema"),
+    *(({"$schema": each, "type": "null"}, r"/\$schema: .*; allowed: the address of a dialect")
+      for each in (5, [], {}, True, None, "http://[bad")),
     ({"name": "x", "version": 1}, "no JSON Schema: it says name, version"),
     ({"type": "strng"}, "/type: 'strng' is not valid"),
     ({"type": "object", "properties": {"a": {"minLength": "3"}}}, "/properties/a/minLength: '3' is not of type"),
@@ -336,6 +461,14 @@ def test_what_is_no_schema(schema, message):
     assert str(error.value).startswith("here.json")
     assert "allowed" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_what_draft_3_allows_is_no_trouble():
+    """There a type may be a schema, and a keyword of later drafts anything."""
+    schema = {"$schema": "http://json-schema.org/draft-03/schema#", "anyOf": [{"type": "null"}]}
+    lint_schema(schema | {"properties": {"a": {"enum": [{}, 1], "maxProperties": {}, "type": "integer"}},
+                          "contains": {"type": 1.5, "enum": [1]}, "not": {"type": -1, "minimum": 2}})  # fmt: skip
+    assert "OV003" not in {code for code, _ in found(schema | {"type": [{"$ref": "#"}, "string"]})}
 
 
 def test_names_are_read_in_words():

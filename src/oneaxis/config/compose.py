@@ -236,8 +236,16 @@ def _explain_validation(error: ValidationError, origin: str, prefix: str) -> str
             lines.append(
                 f"{key}={problem['input']!r}: no such key here; allowed: the keys that `oneaxis run --cfg job` shows"
             )
+        elif problem["type"].startswith("union_tag_"):
+            # The choice of a group, by the key that says which: its value, not the whole group, is what was wrong.
+            said = problem.get("ctx", {})
+            tag = f"{key}.{str(said.get('discriminator', 'kind')).strip(chr(39))}"
+            allowed = str(said.get("expected_tags", "")).replace("'", "")
+            given = f"{tag}={said['tag']}" if "tag" in said else f"{tag}: missing"
+            lines.append(f"{given}; allowed: {allowed}" if allowed else f"{given}; allowed: one of the group's choices")
         elif problem["type"] == "value_error":
-            lines.append(f"{key}: {message}")
+            # A check of several sections has no key of its own.
+            lines.append(f"{key}: {message}" if key else message)
         elif problem["type"] == "missing":
             lines.append(f"{key}: missing; allowed: the keys that `oneaxis run --cfg job` shows")
         else:

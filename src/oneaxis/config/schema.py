@@ -1008,6 +1008,8 @@ class Score(Section):
 
 MOST_ROWS = 32
 """The longest list that can be asked for: as many names of goods as there are (`oneaxis.structured.documents`)."""
+Documents = Annotated[int, Field(ge=0, le=100_000)]
+"""All are made before the first is asked."""
 
 
 class ExtractNone(Section):
@@ -1024,9 +1026,9 @@ class ExtractDocuments(Section):
     """Fields of short documents of our own making, asked of the served model as JSON (`oneaxis.structured`)."""
 
     kind: Literal["documents"]
-    records: Annotated[int, Field(ge=0)]
+    records: Documents
     """Documents with one record each. Every one is asked twice: as it is, and with its values made illegible."""
-    lists: Annotated[int, Field(ge=0)]
+    lists: Documents
     """Stock lists of each length."""
     lengths: list[Annotated[int, Field(ge=1, le=MOST_ROWS)]]
     """Rows of the stock lists; each is a condition of its own."""
@@ -1049,8 +1051,8 @@ class ExtractDocuments(Section):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-    repetition_penalty: Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)]
-    """1: none. It counts the prompt's tokens too."""
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=2, allow_inf_nan=False)]
+    """1: none. It counts the prompt's tokens too. Logits are divided by it, in float32: next to 0 they are infinite."""
     max_tokens: Count
     """Longest answer to a record; one that is cut off there is a failure."""
     row_tokens: Count
@@ -1069,6 +1071,34 @@ class ExtractDocuments(Section):
         if sorted(self.order) != ["amount", "evidence", "label"]:
             raise ValueError(f"order is {self.order}; allowed: evidence, label and amount, each once")
         return self
+
+    def answer_tokens(self, rows: int) -> int:
+        """Longest answer in JSON to a list of so many rows, or to a record (0)."""
+        return 16 + self.row_tokens * rows if rows else self.max_tokens
+
+    def tokens_beside_prompt(self, rows: int) -> int:
+        """The most tokens that a document takes beside its prompt."""
+        # The free answer's text is tokenized again, and may then have a few tokens more.
+        return self.answer_tokens(rows) + (self.reasoning_tokens * 9 // 8 if self.first == "reasoning" else 0)
+
+    def too_long(self, max_model_len: int) -> str:
+        """Why an engine of this length takes no document of some kind, however short; empty: it may."""
+        for rows in ([0] if self.records else []) + sorted(self.lengths):
+            total = self.tokens_beside_prompt(rows)
+            if total < max_model_len:
+                continue
+            asked = (
+                f"extract.row_tokens={self.row_tokens}, {rows} rows"
+                if rows
+                else f"extract.max_tokens={self.max_tokens}"
+            )
+            if self.first == "reasoning":
+                asked += f", extract.reasoning_tokens={self.reasoning_tokens}"
+            return (
+                f"{asked}: {total} tokens for the answer; allowed: fewer than serve.max_model_len={max_model_len}, "
+                "which holds the prompt too"
+            )
+        return ""
 
     def idle(self) -> dict[str, str]:
         """Settings that change nothing beside the others, by their full names: the setting to blame."""
@@ -1268,6 +1298,8 @@ class Config(BaseModel):
                     f"allowed: at most serve.max_model_len={self.serve.max_model_len}"
                 )
         if self.diverge.kind == "greedy" and (said := self.diverge.too_long(self.serve.max_model_len)):
+            raise ValueError(said)
+        if self.extract.kind == "documents" and (said := self.extract.too_long(self.serve.max_model_len)):
             raise ValueError(said)
         return self
 

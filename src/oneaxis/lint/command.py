@@ -8,8 +8,8 @@
     oneaxis lint --format github --ignore OV007 .    annotations on a pull request
     oneaxis lint --list                              every code in a line
 
-A `$comment` "oneaxis: ignore OV001" in a schema accepts a finding there and below. Exit codes: 0 nothing found, 1
-findings, 2 something could not be read or written.
+A `$comment` "oneaxis: ignore OV001" in a schema accepts a finding there and below. Exit codes: 0 nothing found or
+hints alone, 1 errors or warnings, 2 something could not be read or written.
 """
 
 import argparse
@@ -104,7 +104,8 @@ def _run(options: argparse.Namespace) -> int:
         # What is still in the buffer would be tried again at the end, and fail with Python's own words.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise UserError(f"the output cannot be written: {error.strerror}; allowed: a place with room for it") from error
-    return 2 if report.mistakes else 1 if report.found else 0
+    # A hint fails nothing.
+    return 2 if report.mistakes else 1 if any(finding.severity != "info" for finding in report.found) else 0
 
 
 def lint_path(

@@ -16,16 +16,22 @@ that it does not know (`not`, `if`, `dependentRequired`, `propertyNames`, ...).
 """
 
 import re
+import warnings
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
 from jsonschema import Draft202012Validator
+from jsonschema.exceptions import UnknownType
 
+from oneaxis.lint.compiled import bounds, false_schemas, regex_fault
 from oneaxis.lint.finding import Finding
 from oneaxis.lint.rules import ASSERTIONS, FORMATS
 from oneaxis.lint.tree import (
+    LISTS,
+    MAPS,
     SHAPES,
+    SINGLES,
     Node,
     Schema,
     Value,
@@ -44,9 +50,6 @@ REFUSED_IN_ARRAYS = ("uniqueItems", "contains", "minContains", "maxContains")
 MAX_NESTING = 64
 """Objects and arrays that vLLM lets a schema nest (`MAX_STRUCTURED_OUTPUT_JSON_NESTING`)."""
 COMBINED = ("$ref", "anyOf", "oneOf", "allOf")
-BOUNDS = (
-    ("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"), ("minimum", "maximum"),
-)  # fmt: skip
 
 
 def engine_rules(schema: Schema) -> Iterator[Finding]:
@@ -64,6 +67,7 @@ def engine_rules(schema: Schema) -> Iterator[Finding]:
             continue
         for rule in (_dropped, _combined, _fixed, _patterns, _lengths, _arrays, _objects, _numbers):
             found += rule(node)
+        found += [] if _tested(node.pointer) else bounds(node)
         together = [child.pointer for _, child in children(node, ("allOf",))]
         conjoined.update(together if len(together) > 1 else [])
         if node.pointer not in conjoined:
@@ -73,6 +77,7 @@ def engine_rules(schema: Schema) -> Iterator[Finding]:
         patterned = patterned or node.has("patternProperties")
         if node.has("properties") and not node.has("additionalProperties", "unevaluatedProperties"):
             open_objects.append(node)
+    found += false_schemas(schema)
     yield from found
     # With patternProperties anywhere vLLM passes llguidance over, for outlines, which closes objects.
     if any(finding.code == "OV102" for finding in found) and not patterned:
@@ -131,8 +136,7 @@ def _combined(node: Node) -> Iterator[Finding]:
 
 def _all_of_type(node: Node, keyword: str) -> bool:
     """Whether `type` beside a combination says nothing that each branch does not say itself."""
-    said = node.get("type")
-    allowed = {said} if isinstance(said, str) else set(said)
+    allowed = types(node)
     return all(
         child.has("$ref") or (child.has("type", "enum", "const", "properties", "items") and types(child) <= allowed)
         for _, child in children(node, (keyword,))
@@ -164,33 +168,42 @@ def _fixed(node: Node) -> Iterator[Finding]:
     values = constants(node)
     if values is None or node.has(*COMBINED):
         return
-    rest = {
-        name: node.schema[name] for name in node.schema
-        if name in ASSERTIONS - {"enum", "const", *COMBINED, *DROPPED, "then", "else", "$dynamicRef", "$recursiveRef"}
-    }  # fmt: skip
+    apart = {"enum", "const", *MAPS, *LISTS, *SINGLES, *DROPPED, "$dynamicRef", "$recursiveRef"}
+    rest = {name: node.schema[name] for name in node.schema if name in ASSERTIONS - apart}
+    for name in ("exclusiveMinimum", "exclusiveMaximum"):
+        if isinstance(rest.get(name), bool):
+            del rest[name]
     try:
-        re.compile(str(rest.get("pattern", "")))
-    except re.error:
+        with warnings.catch_warnings(action="ignore"):
+            re.compile(str(rest.get("pattern", "")))
+    except (re.error, OverflowError, RecursionError):
         # ECMA's syntax, which Python cannot judge.
         del rest["pattern"]
     if not rest:
         return
     validator = Draft202012Validator(rest)
-    wrong = [each for each in values if not validator.is_valid(each)]
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            wrong = [each for each in values if not validator.is_valid(each)]
+    except (TypeError, UnknownType):
+        # An older dialect lets a keyword that it does not know hold anything.
+        return
     if wrong:
         keyword = "enum" if node.has("enum") else "const"
         yield Finding(
             "OV101",
             f"{node.pointer}/{keyword}",
-            f"xgrammar offers {wrong[0]!r}, which {_names(list(rest))} beside the "
-            f"`{keyword}` exclude{'s' if len(rest) == 1 else ''}",
+            f"xgrammar offers {_shown(wrong[0])}, which {_names(list(rest))} beside the `{keyword}` "
+            f"exclude{'s' if len(rest) == 1 else ''}",
             "take the value out, or the keyword that excludes it",
         )
 
 
 def _patterns(node: Node) -> Iterator[Finding]:
     pattern = node.get("pattern")
-    if isinstance(pattern, str) and not node.has("enum", "const", *COMBINED):
+    # Nothing compiles a pattern beside a format (dropped, or refused for that), nor one without a type.
+    unread = node.has("format") or not ("string" in _said(node) or node.pointer.endswith("/propertyNames"))
+    if isinstance(pattern, str) and not node.has("enum", "const", *COMBINED) and not (unread and regex_fault(pattern)):
         yield from _pattern(f"{node.pointer}/pattern", pattern)
     keys = node.get("patternProperties")
     for key in keys if isinstance(keys, dict) else ():
@@ -199,32 +212,46 @@ def _patterns(node: Node) -> Iterator[Finding]:
 
 def _pattern(pointer: str, pattern: str) -> Iterator[Finding]:
     plain = re.sub(r"\\\\", "", pattern)
-    if re.search(r"\(\?<[=!]|\\[bB]|\\[1-9]|\\k<", plain):
+    if (fault := regex_fault(pattern)) and not pointer.endswith("/pattern"):
+        yield Finding(
+            "OV101",
+            pointer,
+            f"{_shown(pattern)} is no regular expression: {fault[0]}; outlines, which gets the schema, drops it",
+            "mend it",
+        )
+    elif fault:
+        yield Finding(
+            "OV103" if fault[1] else "OV102",
+            pointer,
+            f"{_shown(pattern)} is no regular expression for {'any backend' if fault[1] else 'xgrammar'}: {fault[0]}",
+            "mend it",
+        )
+    elif re.search(r"\(\?<[=!]|\\[bB]|\\[1-9]|\\k<", plain):
         yield Finding(
             "OV103",
             pointer,
-            f"no backend takes look-behind, word boundaries or back references: {pattern!r}",
+            f"no backend takes look-behind, word boundaries or back references: {_shown(pattern)}",
             "write the pattern without them",
         )
     elif re.search(r"\(\?[=!]", plain):
         yield Finding(
             "OV101",
             pointer,
-            f"xgrammar drops look-ahead: {pattern!r}; llguidance refuses it",
+            f"xgrammar drops look-ahead: {_shown(pattern)}; llguidance refuses it",
             "write out what is allowed",
         )
-    elif re.search(r"\\[pP]\{|\(\?[a-zA-Z-]+\)", plain):
+    elif re.search(r"\\[pP]\{|\(\?[a-zA-Z-]+[):]", plain):
         yield Finding(
             "OV102",
             pointer,
-            f"xgrammar knows neither \\p{{...}} nor flags in a pattern: {pattern!r}",
+            f"xgrammar knows neither \\p{{...}} nor flags in a pattern: {_shown(pattern)}",
             "use character ranges",
         )
     elif not _anchored(pattern):
         yield Finding(
             "OV104",
             pointer,
-            f"xgrammar takes {pattern!r} for the whole text; by the standard it may match anywhere",
+            f"xgrammar takes {_shown(pattern)} for the whole text; by the standard it may match anywhere",
             "anchor it: ^ and $ around each alternative, with .{0,N} where other text may stand",
         )
 
@@ -365,12 +392,6 @@ def _numbers(node: Node) -> Iterator[Finding]:
             "vLLM keeps `multipleOf` from xgrammar, which drops it for numbers, and hands the schema to llguidance",
             "use an enum, or a smaller unit and an integer",
         )
-    for low, high in BOUNDS:
-        least, most = node.get(low), node.get(high)
-        if isinstance(least, int | float) and isinstance(most, int | float) and least > most:
-            yield Finding("OV103", f"{node.pointer}/{low}", f"`{low}` {least} is above `{high}` {most}", "mend one")
-    if node.get("enum") == []:
-        yield Finding("OV103", f"{node.pointer}/enum", "an empty enum allows nothing", "give it values")
 
 
 def _references(schema: Schema, node: Node) -> Iterator[Finding]:
@@ -460,7 +481,13 @@ def _leaves_apart(first: Node, second: Node) -> bool:
 
 def _said(node: Node) -> set[str]:
     said = node.get("type")
-    return {said} if isinstance(said, str) else {name for name in said or () if isinstance(name, str)}
+    names = said if isinstance(said, list) else [said]
+    return {name for name in names if isinstance(name, str)}
+
+
+def _shown(each: Any) -> str:
+    text = repr(each)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _names(names: list[str]) -> str:

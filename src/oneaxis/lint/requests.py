@@ -206,6 +206,9 @@ def _ignored(request: Mapping[str, Any]) -> Iterator[Finding]:
 def _explain(
     code: str, pointer: str, name: str, penalty: float, temperature: float, what: str, source: str = ""
 ) -> Finding:
+    if code in ("OV201", "OV202") and abs(penalty) > 2:
+        message = f"{name} {penalty:g}{source} on {what}: vLLM refuses the request; allowed: -2 to 2"
+        return Finding(code, pointer, message, f"set {name} to 0")
     if code == "OV201":
         nats = additive_nats(penalty, QUOTES)
         effect = (

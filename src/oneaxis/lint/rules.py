@@ -1,15 +1,17 @@
-"""What is wrong with a schema as such (OV001 to OV010), whatever engine enforces it.
+"""What is wrong with a schema as such (OV001 to OV012), whatever engine enforces it.
 
 A constrained answer always parses; what goes wrong moves into the values. Each rule names a place where the truth is
 not among what may be written, where writing need not end, or where the order forbids thinking first."""
 
+import math
 import re
 import re._parser as regex_parser  # type: ignore[import-not-found]
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from oneaxis.lint.finding import Finding
-from oneaxis.lint.order import is_confidence, is_reasoning, roles, words
+from oneaxis.lint.order import is_answer, is_confidence, roles, words
 from oneaxis.lint.tokens import Tokenizer, alike
 from oneaxis.lint.tree import (
     GENERATED,
@@ -18,6 +20,9 @@ from oneaxis.lint.tree import (
     Value,
     children,
     constants,
+    distinct,
+    escape,
+    everywhere,
     generated,
     properties,
     required,
@@ -27,17 +32,31 @@ from oneaxis.lint.tree import (
 )
 
 WAYS_OUT = frozenset((
-    "unknown", "other", "others", "none", "unclear", "undetermined", "undecided", "unsure", "uncertain",
-    "unspecified", "undefined", "unidentified", "unrecognized", "unrecognised", "unreadable", "illegible",
-    "missing", "absent", "abstain", "unanswerable", "inconclusive", "ambiguous", "na", "nil", "null", "neither",
-    "irrelevant", "unavailable", "indeterminate",
+    "unknown", "other", "others", "otherwise", "else", "none", "nothing", "nobody", "unclear", "undetermined",
+    "undecided", "undecidable", "unsure", "uncertain", "unspecified", "undefined", "unidentified", "unrecognized",
+    "unrecognised", "unreadable", "illegible", "unintelligible", "missing", "absent", "abstain", "unanswerable",
+    "unanswered", "inconclusive", "ambiguous", "na", "nan", "nil", "null", "neither", "neutral", "irrelevant",
+    "unavailable", "indeterminate", "insufficient", "idk", "dunno", "nei", "tbd", "maybe", "unassigned",
+    "unlabeled", "unlabelled", "unclassified", "unclassifiable", "uncategorized", "uncategorised", "untagged",
+    "unset", "unstated", "unmentioned", "unreported", "undisclosed", "unverifiable", "unverified", "unresolved",
+    "unmatched", "unlisted", "unable", "tie", "misc", "miscellaneous", "oos", "blank",
+    "unbekannt", "unklar", "sonstige", "sonstiges", "andere", "anderes", "keine", "inconnu", "inconnue", "autre",
+    "autres", "aucun", "aucune", "desconocido", "desconocida", "otro", "otra", "otros", "ninguno", "ninguna",
+    "desconhecido", "outro", "outros", "nenhum", "sconosciuto", "altro", "nessuno",
 ))  # fmt: skip
 """Words of a value by which a model can say that none of the others holds, or that it cannot tell."""
+NEGATIONS = frozenset(("not", "no", "cannot", "non", "cant", "dont", "couldnt", "without"))
 NEGATED = frozenset((
-    "applicable", "available", "given", "stated", "specified", "known", "sure", "found", "mentioned", "tell",
-    "determine",
+    "applicable", "available", "given", "stated", "specified", "known", "know", "sure", "certain", "found", "mentioned",
+    "tell", "say", "determine", "determined", "decide", "judge", "answer", "answered", "identify", "identified",
+    "enough", "sufficient", "info", "information", "data", "evidence", "provided", "reported", "recorded", "listed",
+    "disclosed", "documented", "described", "indicated", "included", "assessed", "evaluated", "visible", "legible",
+    "readable", "clear", "conclusive", "match", "matches", "matching", "matched", "label", "category", "class",
+    "opinion", "preference", "idea", "value", "assigned", "classified", "relevant", "set", "selected", "asked",
 ))  # fmt: skip
-"""With not, cannot or no before: `not applicable`, `cannot_tell`."""
+"""With a negation before: `not applicable`, `cannot_tell`, `NOT ENOUGH INFO`, `no_match`, `don't know`."""
+DONE = frozenset(("action", "tool", "command", "operation", "function"))
+"""Last words of properties in which a model says what it does, which is never unknown."""
 FORMATS = frozenset((
     "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
     "uri-template", "json-pointer", "relative-json-pointer",
@@ -52,10 +71,19 @@ ASSERTIONS = frozenset((
     "not", "if", "then", "else", "$ref", "$dynamicRef", "$recursiveRef",
 ))  # fmt: skip
 """Keywords that say something about a value; all others describe it."""
+CONSTRAINING = ASSERTIONS | {"$defs", "definitions"}
+KEYWORDS = CONSTRAINING | {
+    "$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "$comment", "title",
+    "description", "default", "deprecated", "readOnly", "writeOnly", "examples", "contentEncoding", "contentMediaType",
+    "contentSchema", "nullable", "discriminator", "xml", "externalDocs", "example",
+}  # fmt: skip
+"""Those of JSON Schema from draft 4 on, and of OpenAPI."""
+MOST_CHARACTERS, MOST_ITEMS = 1_000_000, 100_000
+"""More than is written to any max_tokens of today: 128,000 tokens are half a million characters."""
 
 
 def rules(schema: Schema, tokenizer: Tokenizer | None = None) -> Iterator[Finding]:
-    """All findings of OV001 to OV010, in the order in which the schema is generated.
+    """All findings of OV001 to OV012, in the order in which the schema is generated.
 
     Raises:
         UserError: a reference that leads nowhere or in a circle; more subschemas than are looked at.
@@ -67,6 +95,9 @@ def rules(schema: Schema, tokenizer: Tokenizer | None = None) -> Iterator[Findin
         yield from _array(node)
         yield from _object(schema, node, tokenizer)
     yield from _recursion(schema)
+    for node in everywhere(schema):
+        yield from _misspelt(node)
+        yield from _repeated(node)
 
 
 def _value(schema: Schema, node: Node, forced: bool, name: str, tokenizer: Tokenizer | None) -> Iterator[Finding]:
@@ -76,28 +107,27 @@ def _value(schema: Schema, node: Node, forced: bool, name: str, tokenizer: Token
         return
     found = value(schema, node)
     if found.choice is not None:
-        yield from _choice(found, found.choice, forced, tokenizer)
+        done = words(name)[-1:]
+        yield from _choice(found, found.choice, forced and DONE.isdisjoint(done), tokenizer)
     elif forced and name:
         yield from _must(name, found)
 
 
 def _choice(found: Value, values: list[Any], forced: bool, tokenizer: Tokenizer | None) -> Iterator[Finding]:
-    shown = ", ".join(_short(each) for each in values[:4]) + (", ..." if len(values) > 4 else "")
     if forced and not found.null and not any(_way_out(each) for each in values):
         yield Finding(
             "OV001",
             found.place,
-            f"one of {shown} must be answered, also where none of them is true or can be told",
+            f"one of {_list(values)} must be answered, also where none of them is true or can be told",
             'add a value such as "unknown", allow null, or leave the property out of `required`; and tell the model '
             "when to use it",
         )
     for group, shared in alike(values, tokenizer):
-        names = ", ".join(_short(each) for each in group)
         how = f"begin with the same token {shared!r}" if tokenizer else f"both begin with {shared!r}"
         yield Finding(
             "OV006",
             found.place,
-            f"{names} {how if tokenizer or len(group) == 2 else how.replace('both', 'all')}: "
+            f"{_list(group)} {how if tokenizer or len(group) == 2 else how.replace('both', 'all')}: "
             "the probability of the first token does not tell them apart",
             "choose values that differ from the first token on" + ("" if tokenizer else "; --tokenizer tells for sure"),
             severity="" if tokenizer else "info",
@@ -105,20 +135,46 @@ def _choice(found: Value, values: list[Any], forced: bool, tokenizer: Tokenizer 
 
 
 def _must(name: str, found: Value) -> Iterator[Finding]:
-    if found.null or not found.leaves or is_reasoning(name, found) or is_confidence(name, found):
+    """A fact that has to be found: not a judgement (a score, a confidence), nor a text or list, which can say so."""
+    if found.null or not found.leaves or not found.known or is_confidence(name, found):
         return
     kinds = found.types
+    if kinds != {"boolean"} and (is_answer(name, found) or not all(_is_fact(leaf) for leaf in found.leaves)):
+        return
     if all(constants(leaf) is not None for leaf in found.leaves) and "boolean" not in kinds:
         return
-    empty = ("array" in kinds and any(not leaf.get("minItems") for leaf in found.leaves)) or "object" in kinds
-    if not empty:
-        what = " or ".join(sorted(kinds))
-        yield Finding(
-            "OV007",
-            found.node.pointer,
-            f"{name!r} must be answered with {what}, also where the source does not say it",
-            "allow null, or leave it out of `required`",
-        )
+    yield Finding(
+        "OV007",
+        found.node.pointer,
+        f"{name!r} must be answered with {' or '.join(sorted(_kind(leaf) for leaf in found.leaves))}, also where the "
+        "source does not say it",
+        "allow null, or leave it out of `required`; if the source always says it, or there is none, ignore this",
+    )
+
+
+def _is_fact(leaf: Node) -> bool:
+    if constants(leaf) is not None or types(leaf) <= {"boolean", "integer", "number"}:
+        return True
+    if types(leaf) != {"string"}:
+        return False
+    # A pattern in which `unknown` can be written leaves a way out: it is a bound for free text.
+    pattern = leaf.get("pattern")
+    return leaf.get("format") in FORMATS or (isinstance(pattern, str) and not _matches(pattern, "unknown"))
+
+
+def _matches(pattern: str, text: str) -> bool:
+    """As a whole, as xgrammar takes it; true where Python cannot read the pattern."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return re.fullmatch(pattern, text) is not None
+    except (re.error, OverflowError, RecursionError):
+        return True
+
+
+def _kind(leaf: Node) -> str:
+    if isinstance(form := leaf.get("format"), str):
+        return form
+    return "a matching string" if leaf.has("pattern") else " or ".join(sorted(types(leaf)))
 
 
 def _way_out(each: Any) -> bool:
@@ -127,49 +183,69 @@ def _way_out(each: Any) -> bool:
     said = words(each)
     if not said or WAYS_OUT.intersection(said):
         return True
-    if said in (["n", "a"], ["cant", "tell"], ["can", "t", "tell"]):
+    if said in (["n", "a"], ["n", "k"], ["out", "of", "scope"], ["out", "of", "domain"], ["off", "topic"]):
         return True
-    return bool({"not", "no", "cannot", "non"}.intersection(said)) and bool(NEGATED.intersection(said))
+    negated = NEGATIONS.intersection(said) or (said[:2] in (["can", "t"], ["don", "t"], ["couldn", "t"]))
+    return bool(negated) and bool(NEGATED.intersection(said))
 
 
 def _string(node: Node) -> Iterator[Finding]:
     said = node.get("type")
     if not ("string" in said if isinstance(said, list) else said == "string"):
         return
-    if node.has("enum", "const", "maxLength", "$ref", "anyOf", "oneOf", "allOf") or node.get("format") in FORMATS:
+    if node.has("enum", "const", "$ref", "anyOf", "oneOf", "allOf") or node.get("format") in FORMATS:
         return
-    pattern = node.get("pattern")
-    if pattern is None:
+    pattern, most = node.get("pattern"), node.get("maxLength")
+    if isinstance(most, int | float):
+        if most > MOST_CHARACTERS:
+            yield _no_bound("OV002", node, "maxLength", most)
+    elif pattern is None:
         fix = "add `maxLength`" + ("" if node.get("format") is None else ", or a pattern that ends")
         yield Finding("OV002", node.pointer, "this string may go on until max_tokens cuts it", fix)
-    elif isinstance(pattern, str) and not _ends(pattern):
+    elif isinstance(pattern, str) and (longest := _longest(pattern)) > MOST_CHARACTERS:
         # vLLM refuses maxLength beside a pattern on xgrammar (OV102): the bound belongs into the pattern.
         yield Finding(
             "OV002",
             node.pointer,
-            f"the pattern {_short(pattern)} has no longest match",
+            f"the pattern {_short(pattern)} has "
+            + ("no longest match" if math.isinf(longest) else f"a longest match of {longest:.0f} characters: no bound"),
             "bound its repeats, as in {0,200} for *",
         )
 
 
-def _ends(pattern: str) -> bool:
-    """Whether a pattern has a longest match; true where Python cannot read it."""
+def _no_bound(code: str, node: Node, keyword: str, most: float) -> Finding:
+    return Finding(
+        code,
+        f"{node.pointer}/{keyword}",
+        f"`{keyword}` {_short(most)} is more than a model writes before max_tokens cuts it: no bound",
+        "say how much can be right",
+    )
+
+
+def _longest(pattern: str) -> float:
+    """The characters of a pattern's longest match; infinite without one, 0 where Python cannot read it."""
     try:
-        return int(regex_parser.parse(pattern).getwidth()[1]) < int(regex_parser.MAXREPEAT)
+        with warnings.catch_warnings(action="ignore"):
+            longest = int(regex_parser.parse(pattern).getwidth()[1])
     except (re.error, OverflowError, RecursionError):
-        return True
+        return 0
+    return longest if longest < int(regex_parser.MAXREPEAT) else math.inf
 
 
 def _array(node: Node) -> Iterator[Finding]:
-    said = node.get("type")
-    kinds = {said} if isinstance(said, str) else set(said or ())
+    kinds = types(node) if node.has("type") else set()
     if node.has("enum", "const", "$ref"):
         return
+    for keyword, kind in (("maxItems", "array"), ("maxProperties", "object")):
+        most = node.get(keyword)
+        if kind in kinds and isinstance(most, int) and most > MOST_ITEMS:
+            yield _no_bound("OV003", node, keyword, most)
     if ("array" in kinds or (not kinds and node.has("items", "prefixItems"))) and not node.has("maxItems"):
         rest = node.get("items", node.get("unevaluatedItems")) if node.has("prefixItems") else node.get("items")
         if rest is not False:
             yield Finding("OV003", node.pointer, "this array may go on until max_tokens cuts it", "add `maxItems`")
-    if "array" in kinds and not node.has("items", "prefixItems", "contains", "unevaluatedItems"):
+    shown = node.has("items", "prefixItems", "contains", "unevaluatedItems") or node.get("maxItems") == 0
+    if "array" in kinds and not shown:
         yield Finding("OV008", node.pointer, "the items of this array may be any JSON", "say what `items` are")
     more = node.get("additionalProperties", node.get("unevaluatedProperties"))
     bare = "object" in kinds and not node.has("properties", "anyOf", "oneOf", "allOf") and more is None
@@ -306,3 +382,55 @@ def _least(schema: Schema, nodes: dict[str, Node]) -> set[str]:
 def _short(each: Any) -> str:
     text = repr(each)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _list(values: Sequence[Any]) -> str:
+    """Values for a line: the first four, and how many there are."""
+    shown = ", ".join(_short(each) for each in values[:4])
+    return shown if len(values) <= 4 else f"{shown}, ... ({len(values)} values)"
+
+
+def _misspelt(node: Node) -> Iterator[Finding]:
+    """Keywords that are none, and one or two letters from one that constrains."""
+    for name in node.schema if isinstance(node.schema, dict) else ():
+        if name in KEYWORDS or name.startswith("x-"):
+            continue
+        meant = next((each for each in sorted(CONSTRAINING) if _close(name, each) and not node.has(each)), None)
+        if meant:
+            yield Finding(
+                "OV011",
+                f"{node.pointer}/{escape(name)}",
+                f"`{_short(name)[1:-1]}` is no keyword of JSON Schema: nothing reads it",
+                f"write `{meant}` if that is meant",
+            )
+
+
+def _close(name: str, keyword: str) -> bool:
+    """Whether a name is a keyword but for case and separators, for one letter, or in a long one for two."""
+    said, meant = re.sub(r"[\W_]", "", name).lower(), re.sub(r"\W", "", keyword).lower()
+    if said == meant:
+        return True
+    most = 1 if len(meant) < 8 else 2
+    if len(said) < 3 or len(meant) < 4 or abs(len(said) - len(meant)) > most or said[0] not in meant[:2]:
+        return False
+    # Optimal string alignment: insertions, deletions, substitutions and swaps of neighbours.
+    rows = [list(range(len(meant) + 1))]
+    for i, letter in enumerate(said, 1):
+        row = [i]
+        for j, other in enumerate(meant, 1):
+            cost = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == meant[j - 2] and other == said[i - 2]:
+                cost = min(cost, rows[-2][j - 2] + 1)
+            row.append(cost)
+        rows.append(row)
+    return rows[-1][-1] <= most
+
+
+def _repeated(node: Node) -> Iterator[Finding]:
+    values = node.get("enum")
+    if isinstance(values, list) and len(once := distinct(values)) < len(values):
+        rest = list(values)
+        for each in once:
+            del rest[next(index for index, other in enumerate(rest) if other is each)]
+        yield Finding("OV012", f"{node.pointer}/enum", f"{_list(distinct(rest))} stands in it more than once",
+                      "leave the others out, or write the value that was meant")  # fmt: skip

@@ -95,6 +95,9 @@ def check(schema: Any, where: str) -> None:
         raise UserError(
             f"{where}: no JSON Schema: it says {shown}; allowed: `type`, `properties`, `$ref`, `anyOf`, ..."
         )
+    dialect = schema.get("$schema", "")
+    if not isinstance(dialect, str):
+        raise UserError(f"{where}: /$schema: {str(dialect)[:40]!r}; allowed: the address of a dialect, as a text")
     try:
         # Patterns are ECMA's, which Python's `re` cannot judge: no format is checked.
         validator_for(schema, default=Draft202012Validator).check_schema(schema, format_checker=FormatChecker(()))
@@ -102,6 +105,9 @@ def check(schema: Any, where: str) -> None:
         at = "".join(f"/{escape(str(part))}" for part in error.absolute_path)
         message = error.message if len(error.message) < 120 else error.message[:117] + "..."
         raise UserError(f"{where}: {at or '/'}: {message}; allowed: what JSON Schema has") from error
+    except ValueError as error:
+        # Of urllib, to which jsonschema gives the address.
+        raise UserError(f"{where}: /$schema: {dialect[:80]!r}: {error}; allowed: the address of a dialect") from error
     except RecursionError as error:
         raise UserError(f"{where}: nested too deep; allowed: what jsonschema can check") from error
 
@@ -152,5 +158,13 @@ def orders(schema: Any, where: str = "schema") -> dict[str, list[str]]:
 
 
 def under(findings: list[Finding], pointer: str) -> list[Finding]:
-    """The same findings, of a schema that stands at a pointer of its document."""
-    return [replace(finding, pointer=pointer + finding.pointer) for finding in findings]
+    """The same findings, of a schema that stands at a pointer of its document.
+
+    Of a tool's arguments without OV001 and OV007: a model chooses them, none has to be found in a source.
+    """
+    chosen = pointer.endswith(("/parameters", "/input_schema"))
+    return [
+        replace(finding, pointer=pointer + finding.pointer)
+        for finding in findings
+        if not (chosen and finding.code in ("OV001", "OV007"))
+    ]

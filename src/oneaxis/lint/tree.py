@@ -7,6 +7,7 @@ Three ways to go over it:
     Value                the alternatives of one value (anyOf, oneOf, references, single allOf), down to leaves
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -188,10 +189,18 @@ def generated(schema: Schema) -> Iterator[Node]:
         if len(seen) > MAX_NODES:
             raise UserError(f"{schema.where}: more than {MAX_NODES} subschemas; allowed: fewer")
         yield node
-        below = [child for _, child in children(node, GENERATED)]
+        below = [child for keyword, child in children(node, GENERATED) if not _no_room(node, keyword)]
         if node.has("$ref") and (target := schema.target(node)) is not None:
             below.append(target)
         stack.extend(reversed(below))
+
+
+def _no_room(node: Node, keyword: str) -> bool:
+    """Whether an array or object is full before anything under this keyword can be written."""
+    if keyword in ("items", "unevaluatedItems", "additionalItems"):
+        most, fixed = node.get("maxItems"), node.get("prefixItems")
+        return isinstance(most, int) and most <= (len(fixed) if isinstance(fixed, list) else 0)
+    return keyword in ("additionalProperties", "patternProperties") and node.get("maxProperties") == 0
 
 
 def types(node: Node) -> set[str]:
@@ -215,6 +224,22 @@ def constants(node: Node) -> list[Any] | None:
         return [node.get("const")]
     values = node.get("enum")
     return values if isinstance(values, list) else None
+
+
+def distinct(values: Sequence[Any]) -> list[Any]:
+    """The values, each once; to JSON 1 and 1.0 are one value, and true is another."""
+    seen: dict[str, Any] = {}
+    for value in values:
+        seen.setdefault(json.dumps(_plain(value), sort_keys=True), value)
+    return list(seen.values())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return {key: _plain(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def type_of(value: Any) -> str:
@@ -257,9 +282,10 @@ class Value:
         values: list[Any] = []
         for leaf in self.leaves:
             if (fixed := constants(leaf)) is not None:
-                values += [value for value in fixed if value is not None and value not in values]
+                values += [value for value in fixed if value is not None]
             elif types(leaf) != {"null"}:
                 return None
+        values = distinct(values)
         return values if len(values) > 1 else None
 
     @property

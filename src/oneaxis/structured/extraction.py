@@ -125,16 +125,13 @@ class Prompter:
 
     def tokens_needed(self, document: Document) -> int:
         """The most tokens that a request for this document takes, its answer included."""
-        answer = answer_tokens(document, self._settings)
-        if self._settings.first == "json":
-            return len(self.first(document)) + answer
-        # The free answer's text is tokenized again, and may then have a few tokens more.
-        return len(self.second(document, "")) + self._settings.reasoning_tokens * 9 // 8 + answer
+        prompt = self.first(document) if self._settings.first == "json" else self.second(document, "")
+        return len(prompt) + self._settings.tokens_beside_prompt(len(document.rows))
 
 
 def answer_tokens(document: Document, settings: ExtractDocuments) -> int:
     """The token limit of the answer in JSON."""
-    return settings.max_tokens if document.kind != "list" else 16 + settings.row_tokens * len(document.rows)
+    return settings.answer_tokens(len(document.rows))
 
 
 def fitting(
