@@ -287,6 +287,16 @@ def test_of_items_a_margin_takes_the_place_of_the_floor() -> None:
     assert decide(items(gained=0, lost=17, n=100, both=0), "higher", 0, GATE, margin=0.08).word == "reject"
 
 
+@pytest.mark.parametrize("n", [10, 24, 34])
+def test_how_many_units_that_all_agree_would_decide(n: int) -> None:
+    """As many as it says decide, and one fewer does not, by the interval itself."""
+    decision = decide(items(gained=0, lost=0, n=n, both=0), "lower", 0, GATE, margin=0.1)
+    assert decision.word == "unresolved"
+    assert decision.recommendations == [f"about 35 items would decide (there are {n})"]
+    assert decide(items(gained=0, lost=0, n=34, both=0), "lower", 0, GATE, margin=0.1).word == "unresolved"
+    assert decide(items(gained=0, lost=0, n=35, both=0), "lower", 0, GATE, margin=0.1).word == "accept"
+
+
 def test_a_claim_that_no_outcome_could_refute_is_no_claim() -> None:
     """Failures at 100% cannot rise by a tenth, and 5 right answers of 100 cannot become 8 fewer."""
     failing = items(gained=0, lost=0, n=40, both=40)

@@ -3,8 +3,10 @@
 Pure: no file is read here. docs/verdicts.md holds the rules as a table; each row has a test.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -272,6 +274,10 @@ def _tie(
 def _more(evidence: Evidence, margin: float, gate: Gate) -> str:
     """How many units would decide, if the differences go on to vary as they do."""
     needed = pairs_needed(evidence.deviation, margin, gate.confidence) if margin > 0 else None
+    if evidence.share and evidence.deviation == 0 and 0 < margin < 1:
+        # Of n pairs that all agree the score interval reaches z^2 / (n + z^2).
+        square = NormalDist().inv_cdf((1 + gate.confidence) / 2) ** 2
+        needed = math.ceil(square * (1 - margin) / margin)
     unit = "pairs of runs" if evidence.kind == "repetitions" else f"{evidence.unit}s"
     if needed is None:
         return "more units would hardly decide it: the effect seen is at the bar itself"
