@@ -28,7 +28,6 @@ from oneaxis.load.trace import TRACE_SCHEMA
 from tests.load.fake_server import Answer, FakeServer, fake_server
 from tests.load.sections import UNUSED
 
-pytestmark = pytest.mark.clock
 HELD = {"device": "cpu 0-1", "exclusive": True, "waited_s": 0.0}
 GUARDS = Guards(max_send_lag_p99_ms=100.0, max_prefix_hit_rate=0.01, max_token_disagreement=0.01, max_stall_shift=1.0,
                 max_stray_cpu_share=1.0, max_server_disagreement=0.05, max_server_disagreement_ms=50.0)  # fmt: skip
@@ -76,6 +75,7 @@ def invalid(plan: Plan, sweep: Sweep, differences: Sequence[object] = ()) -> lis
     ]
 
 
+@pytest.mark.clock
 def test_a_clean_sweep_end_to_end(plan: Plan) -> None:
     with fake_server(Answer(gap_s=0.03)) as server:
         sweep = sweep_of(server, plan)
@@ -172,6 +172,7 @@ def test_guards_fail_for_what_the_server_does(plan: Plan) -> None:
         assert {5, 6} <= set(invalid(plan, fewer))
 
 
+@pytest.mark.clock
 def test_a_client_that_reads_late_does_not_agree_with_the_server(plan: Plan) -> None:
     # The process is held up for 0.3 s a time, whenever it looks after the engine: what has arrived waits to be read.
     with fake_server(Answer(gap_s=0.03), client_pause_s=0.3) as server:
@@ -181,6 +182,7 @@ def test_a_client_that_reads_late_does_not_agree_with_the_server(plan: Plan) -> 
     assert "by the client, " in found.reason
 
 
+@pytest.mark.clock
 def test_prompts_that_repeat_trip_the_guard_by_themselves_and_by_the_servers_counter(plan: Plan) -> None:
     same = plan.arrivals["prompt_token_ids"].to_list()[-1]
     copies = pl.Series("prompt_token_ids", [same] * plan.arrivals.height, dtype=pl.List(pl.Int32))
@@ -240,6 +242,7 @@ def verdicts_of(load: Load, plan: Plan, sweep: Sweep, **facts: Any) -> dict[int,
 CLOSED = {"arrival": "closed", "rates_rps": [], "users": [3], "think_time_s": 0.1, "requests_per_user": 40}
 
 
+@pytest.mark.clock
 def test_users_wait_for_their_answers_and_think_and_never_show_a_capacity() -> None:
     load, plan = other(**CLOSED)
     with fake_server(Answer(gap_s=0.04)) as server:
@@ -278,6 +281,7 @@ def test_a_user_without_prompts_makes_the_run_invalid() -> None:
     assert "6 users had used all their prompts before the cell was over" in failed[5]
 
 
+@pytest.mark.clock
 def test_shapes_together_run_at_once_and_the_servers_counters_belong_to_the_level() -> None:
     shapes = [{"name": "long", "prompt_tokens": 40, "output_tokens": 1, "weight": 0.5},
               {"name": "short", "prompt_tokens": 8, "output_tokens": 5}]  # fmt: skip
@@ -299,6 +303,7 @@ def test_shapes_together_run_at_once_and_the_servers_counters_belong_to_the_leve
     assert sorted(cells.select("shape", "n", "rate_rps").rows()) == [("long", 5, 5.0), ("short", 10, 10.0)]
 
 
+@pytest.mark.clock
 def test_declared_prefixes_are_held_against_the_servers_counter() -> None:
     shapes = [{"name": "long", "prompt_tokens": 40, "output_tokens": 1,
                "shared_prefix": {"tokens": 32, "groups": 1, "share": 1.0}},
@@ -370,6 +375,7 @@ ARRIVALS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.clock
 def test_real_engine_clean_and_with_prompts_that_repeat(project: Path) -> None:
     from transformers import AutoTokenizer
 
