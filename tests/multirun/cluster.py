@@ -4,12 +4,23 @@ Prints the address; a line of input kills node b as a power cut would; ends when
 """
 
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 from ray.cluster_utils import Cluster
 
 ADDRESS = "127.0.0.2"
 """Loopback; Ray takes 127.0.0.1 for the host's outward address when a driver joins."""
+
+
+def cut_power(node: Any) -> None:
+    """Kill all that runs on a node at once: when only its raylet dies, a job may yet hand in its result."""
+    own = [psutil.Process(each.process.pid) for kind in node.all_processes.values() for each in kind]
+    for process in [*own, *(below for each in own for below in each.children(recursive=True))]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def main(folder: Path) -> None:
@@ -22,6 +33,7 @@ def main(folder: Path) -> None:
                             env_vars={"ONEAXIS_NODE_ROOT": str(folder / "b")})  # fmt: skip
     print(cluster.address, flush=True)
     for _ in sys.stdin:
+        cut_power(node)
         cluster.remove_node(node, allow_graceful=False)
         print("killed", flush=True)
     cluster.shutdown()
