@@ -34,3 +34,13 @@ def engines() -> Iterator[None]:
     """Engines that tests start, themselves or through stages, are forks of one preloaded process of this session."""
     with preloaded_engines():
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A slow or timed test that fails is tried once more, and listed as RERUN: something to look into.
+
+    Such tests run real engines and clusters beside each other on what may be two cores.
+    """
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("clock"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
