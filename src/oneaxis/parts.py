@@ -6,14 +6,17 @@ Parts lie in a folder named by everything that decides them, so that what is fou
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import polars as pl
+from tqdm import tqdm
 
 from oneaxis.artifacts import sha256_file
+
+Part = TypeVar("Part")
 
 FOLDERS_KEPT = 4
 """Folders of unfinished runs that are kept beside this one's."""
@@ -63,3 +66,21 @@ def found_or_made(folder: Path | None, number: int, make: Callable[[], pl.DataFr
         table.write_parquet(half)
         os.replace(half, path)
     return table, False
+
+
+def all_parts(
+    folder: Path | None, parts: Iterable[Part], make: Callable[[Part], pl.DataFrame], progress: "tqdm[Any]"
+) -> tuple[pl.DataFrame, dict[str, int]]:
+    """Every part, found or made, as one table in their order; and how many: `parts`, and of them `parts_found`.
+
+    Args:
+        progress: moved here by the rows of a part that was there; by its own rows `make` moves it.
+    """
+    tables, found = [], 0
+    for number, part in enumerate(parts):
+        table, there = found_or_made(folder, number, lambda part=part: make(part))  # type: ignore[misc]
+        tables.append(table)
+        found += there
+        if there:
+            progress.update(table.height)
+    return pl.concat(tables), {"parts": len(tables), "parts_found": found}

@@ -28,12 +28,11 @@ ELSEWHERE = {"prefix_caching", "prefix_caching_repeated", "batch_limit", "scheme
              "speculation_draft", "chunked_prefill", "ches_filter", "nll_anchor", "gptq_rounding", "smoothing_sites",
              "divergence_dtype", "divergence_prefix_caching", "field_order", "kept_mass", "frequency_penalty",
              "frequency_penalty_grammar", "repetition_penalty", "whitespace", "json_example",
-             "reasoning_first", "async_scheduling", "step_overhead", "preference_training"}  # fmt: skip
+             "reasoning_first", "async_scheduling", "step_overhead", "preference_training", "int8_dynamic"}  # fmt: skip
 """Only planned (tests/multirun/test_experiments.py), since a minute each is too much: other experiments run the same
 stages, and tests of the load and the engine run what is their own."""
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml") if path.stem not in ELSEWHERE)
 ONCE = ["experiment.repetitions=1"]
-TIMED = [*ONCE, "load.rates_rps=[4.0]"]
 SMALLER = {
     "smoothquant_alpha": ["quantize.smooth.alpha=0.5,0.8"],
     # The schemes that no other experiment runs.
@@ -46,8 +45,7 @@ SMALLER = {
         "experiment.changes=[{name: ches, overrides: ['pairs=ches'], control: random}, "
         "{name: random, overrides: ['pairs=random']}]",
     ],
-    "int8_dynamic": TIMED,
-    "prefix_caching_hidden": TIMED,
+    "prefix_caching_hidden": [*ONCE, "load.rates_rps=[4.0]"],
     "divergence_reproducible": [
         "diverge.prompts=6",
         "diverge.output_tokens=16",

@@ -9,6 +9,8 @@ import pytest
 
 from oneaxis.config.schema import Claim
 from oneaxis.judge.compare import Verdict, compare
+from oneaxis.judge.multirun import headline_claims
+from oneaxis.judge.records import read_record
 from oneaxis.judge.units import better_of, kind_of
 from oneaxis.structured.measures import MEASURES
 from tests.judge.records import GATE, edit, settings, write_run
@@ -55,6 +57,17 @@ def test_right_or_wrong_is_mcnemar_over_the_documents_of_one_condition(tmp_path:
     assert (verdict.baseline_value, verdict.candidate_value) == (0.9, 0.3)
     assert verdict.floor is None
     assert verdict.changed_axis == "extract.way_out"
+
+
+def test_what_is_described_where_nothing_is_claimed(tmp_path: Path) -> None:
+    columns = {"parse_failed": [0.0, 1.0] * 4, "label_right": [1.0, 0.0] * 4, "label_forced": [0.0, 1.0] * 4}
+    arms = {name: [read_record(write(tmp_path / name, name == "c", **columns), name, 0)] for name in ("b", "c")}
+    found = {claim.metric: claim.better for claim in headline_claims(arms, timed=False)}
+    assert {name: better for name, better in found.items() if name.startswith("extract/")} == {
+        "extract/records/parse_failed": "lower",
+        "extract/legible/label_right": "higher",
+        "extract/illegible/label_forced": "lower",
+    }
 
 
 def test_two_renderings_of_a_document_are_one_unit(tmp_path: Path) -> None:

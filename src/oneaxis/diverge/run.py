@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from oneaxis.config.schema import DivergeGreedy, ServeAttach, ServeSection
 from oneaxis.diverge.ask import Ask, ask_all
 from oneaxis.diverge.measure import LEVELS, OUTPUTS, PROMPTS, summarise, with_first_divergence
 from oneaxis.errors import RunError, UserError
-from oneaxis.parts import engine_and_cores, folder_digest, found_or_made, open_parts
+from oneaxis.parts import all_parts, engine_and_cores, folder_digest, open_parts
 from oneaxis.serve import Endpoint, metric_total, realised_config
 
 PROMPTS_PER_PART = 16
@@ -104,8 +105,6 @@ def run_divergence(
     """
     if folder:
         open_parts(folder)
-    tables: list[pl.DataFrame] = []
-    running: Endpoint | None = None
     realised: dict[str, Any] | None = None
     emptied = True
     spent: dict[str, list[float]] = {}
@@ -114,38 +113,33 @@ def run_divergence(
         total = sum(len(asks) for _, _, asks in parts)
         progress = until_done.enter_context(tqdm(total=total, desc="diverge", unit="output"))
 
-        def asked(level: str, together: int, asks: list[Ask]) -> pl.DataFrame:
-            nonlocal running, realised, emptied
-            if running is None:
-                running = until_done.enter_context(engine())
-                realised = realised_config(running, checkpoint)
-                if folder:
-                    write_json(folder / REALISED, realised)
-            emptied = empty_prefix_cache(running) and emptied
+        @cache
+        def running() -> Endpoint:
+            nonlocal realised
+            found = until_done.enter_context(engine())
+            realised = realised_config(found, checkpoint)
+            if folder:
+                write_json(folder / REALISED, realised)
+            return found
+
+        def asked(part: tuple[str, int, list[Ask]]) -> pl.DataFrame:
+            nonlocal emptied
+            level, together, asks = part
+            emptied = empty_prefix_cache(running()) and emptied
             began = time.perf_counter()
-            table = _part(running, prompts, level, together, asks, settings.output_tokens, progress)
+            table = _part(running(), prompts, level, together, asks, settings.output_tokens, progress)
             took = spent.setdefault(level, [0.0, 0.0])
             took[0] += float(table["token_ids"].list.len().sum())
             took[1] += time.perf_counter() - began
             return table
 
-        found = 0
-        for number, part in enumerate(parts):
-
-            def made(part: tuple[str, int, list[Ask]] = part) -> pl.DataFrame:
-                return asked(*part)
-
-            table, there = found_or_made(folder, number, made)
-            tables.append(table)
-            if there:
-                found += 1
-                progress.update(table.height)
-    observed.update(parts=len(parts), parts_found=found)
+        outputs, counts = all_parts(folder, parts, asked, progress)
+    observed.update(counts)
     observed["tokens_per_s"] = {level: tokens / seconds for level, (tokens, seconds) in spent.items()}
     if realised is None:
         assert folder
         realised = read_json(folder / REALISED)
-    return pl.concat(tables), realised, emptied
+    return outputs, realised, emptied
 
 
 def write_record(

@@ -24,6 +24,13 @@ from oneaxis.multirun.record import PLAN, Axis, Plan, Point, job_folder, read_pl
 
 VERDICTS = "verdicts.json"
 
+ANSWERED = (
+    "extract/records/parse_failed", "extract/legible/label_right", "extract/illegible/label_forced",
+    "extract/lists/parse_failed", "extract/lists/rows_right", "extract/lists/early_stop",
+    "diverge/loaded/several_share", "diverge/modal_differs_share",
+)  # fmt: skip
+"""The headline of forced JSON (does it parse, is it right, is it invented) and of divergence."""
+
 
 def judge_multirun(folder: Path) -> list[Verdict]:
     """Judge the multirun in `folder`, write its `verdicts.json`, and return the verdicts in the order of the plan.
@@ -144,6 +151,7 @@ def headline_claims(arms: Mapping[str, Sequence[Record]], timed: bool) -> list[C
     chosen += [name for name in ("train_dpo/chosen_delta", "train_dpo/rejected_delta", "train_dpo/margin_delta",
                                  "train_dpo/refusal_rate_after") if name in names]  # fmt: skip
     chosen += [name for name in shared if name.endswith(("/acc_bytes", "/pmi_dc"))]
+    chosen += [name for name in ANSWERED if name in shared]
     if timed:
         chosen += _timings(shared)
     claims = []

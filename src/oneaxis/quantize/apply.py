@@ -48,8 +48,8 @@ from oneaxis.quantize.smooth import fold_layer, per_row, refuse_unfoldable, site
 from oneaxis.quantize.statistics import read_statistics, static_absmax, tensor_name
 from oneaxis.quantize.text import Sequences, sequences_from_frame
 
-PROBE_SEQUENCES = 1
-"""Held-out sequences on which the errors of each layer are measured: relative norms over 512 tokens hold to 1%."""
+PROBE_TOKENS = 256
+"""The first of a held-out sequence, on which the errors of each layer are measured."""
 BATCH_TOKENS = 2048
 LAYER_SCHEMA = {
     "layer": pl.Int64,
@@ -185,7 +185,7 @@ def write_quantized(model: Layerwise, calibrated: Path, settings: QuantizeScheme
     _refuse_static_experts(model, settings, high)
     statistics = Statistics(calibrated, model)
     unseen = _sequences(calibrated, "heldout")
-    probe = model.start(unseen.token_ids_ST[:PROBE_SEQUENCES], _batch_size(unseen))
+    probe = model.start(unseen.token_ids_ST[:1, :PROBE_TOKENS], 1)
     text = None
     if settings.rounding == "gptq":
         seen = _sequences(calibrated, "calibration")

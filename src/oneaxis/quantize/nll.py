@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from oneaxis.quantize.text import Sequences
 
-HEAD_ROWS = 512
+HEAD_ROWS = 256
 CONFIDENCE = 0.95
 
 

@@ -98,16 +98,17 @@ class InputStatistics:
 
     def update(self, x_BTC: Tensor) -> None:
         """Take in a batch of whole sequences, or [1, N, C] of tokens that are none."""
-        x_BTC = x_BTC.detach().float()
+        x_BTC = x_BTC.detach()
         apart = int(self.whole_sequences)
         if apart:
-            self.first_absmax_C = torch.maximum(self.first_absmax_C, self._take_range(x_BTC[:, 0]))
+            self.first_absmax_C = torch.maximum(self.first_absmax_C, self._take_range(x_BTC[:, 0].float()))
         # One sequence at a time, since a batch does not fit into the processor's cache.
         for x_TC in x_BTC:
-            if len(x_TC) > apart:
-                self.rest_absmax_C = torch.maximum(self.rest_absmax_C, self._take_range(x_TC[apart:]))
-            self._norms.append(torch.linalg.vector_norm(x_TC, dim=1))
             self.histogram += magnitude_histogram(x_TC)
+            exact_TC = x_TC.float()
+            if len(x_TC) > apart:
+                self.rest_absmax_C = torch.maximum(self.rest_absmax_C, self._take_range(exact_TC[apart:]))
+            self._norms.append(torch.linalg.vector_norm(exact_TC, dim=1))
         if self.sample_tokens:
             self.sample.update(x_BTC.flatten(0, 1))
         self.num_tokens += x_BTC.shape[0] * x_BTC.shape[1]
@@ -145,8 +146,11 @@ class InputStatistics:
 
 
 def magnitude_histogram(x_NC: Tensor) -> Tensor:
-    """Counts [NUM_BINS] of |x| by exponent and 7 bits of mantissa: what the upper half of a float32 holds."""
-    upper_NC = x_NC.contiguous().view(torch.int16)[:, UPPER_HALF::2]
+    """Counts [NUM_BINS] of |x| by exponent and 7 bits of mantissa: what a BF16 or the upper half of a float32 holds."""
+    if x_NC.dtype == torch.bfloat16:
+        upper_NC = x_NC.contiguous().view(torch.int16)
+    else:
+        upper_NC = x_NC.float().contiguous().view(torch.int16)[:, UPPER_HALF::2]
     return torch.bincount(upper_NC.bitwise_and(NUM_BINS - 1).flatten(), minlength=NUM_BINS)
 
 

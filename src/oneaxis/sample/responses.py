@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from oneaxis.config.schema import SamplePairs, Serve
 from oneaxis.data.sample import digest
 from oneaxis.errors import UserError
 from oneaxis.load.draws import require_draws
-from oneaxis.parts import engine_and_cores, folder_digest, found_or_made, open_parts
+from oneaxis.parts import all_parts, engine_and_cores, folder_digest, open_parts
 from oneaxis.sample.ask import Ask, ask_all, for_asking
 from oneaxis.sample.prompts import Prompt
 
@@ -131,28 +132,23 @@ def sample_responses(
     """
     per_part = max(1, REQUESTS_PER_PART // settings.num_samples)
     parts = [prompts[begin : begin + per_part] for begin in range(0, len(prompts), per_part)]
-    tables, found, running = [], 0, None
     open_parts(folder)
     with ExitStack() as until_done:
         progress = until_done.enter_context(
             tqdm(total=len(prompts) * settings.num_samples, desc="sample", unit="response")
         )
-        for number, part in enumerate(parts):
 
-            def drawn(part: Sequence[Tokenized] = part) -> pl.DataFrame:
-                nonlocal running
-                if running is None:
-                    running = until_done.enter_context(engine())
-                    require_draws(running, part[0].ids, seed=seed)
-                return _part(running, part, settings, seed, progress)
+        @cache
+        def running() -> Any:
+            found = until_done.enter_context(engine())
+            require_draws(found, prompts[0].ids, seed=seed)
+            return found
 
-            table, there = found_or_made(folder, number, drawn)
-            tables.append(table)
-            if there:
-                found += 1
-                progress.update(table.height)
-    observed.update(parts=len(parts), parts_found=found)
-    return pl.concat(tables)
+        table, counts = all_parts(
+            folder, parts, lambda part: _part(running(), part, settings, seed, progress), progress
+        )
+    observed.update(counts)
+    return table
 
 
 def _part(

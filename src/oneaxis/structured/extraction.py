@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from oneaxis.config.schema import ExtractDocuments, Serve
 from oneaxis.data.sample import digest
 from oneaxis.errors import RunError, UserError
-from oneaxis.parts import engine_and_cores, folder_digest, found_or_made, open_parts
+from oneaxis.parts import all_parts, engine_and_cores, folder_digest, open_parts
 from oneaxis.sample.ask import ask_together, for_asking, read_events
 from oneaxis.structured.documents import Document
 from oneaxis.structured.masses import FOLDER, MASK, PROCESSOR, REQUEST, SCHEMA, WHITESPACE, Kept, read_masses
@@ -224,26 +225,16 @@ def ask_documents(
     Raises:
         RunError: from the engine.
     """
-    tables, found, running = [], 0, None
     open_parts(folder)
+    parts = [documents[begin : begin + PER_PART] for begin in range(0, len(documents), PER_PART)]
     with ExitStack() as until_done:
         progress = until_done.enter_context(tqdm(total=len(documents), desc="extract", unit="document"))
-        for number, begin in enumerate(range(0, len(documents), PER_PART)):
-            part = documents[begin : begin + PER_PART]
-
-            def asked(part: Sequence[Document] = part) -> pl.DataFrame:
-                nonlocal running
-                if running is None:
-                    running = until_done.enter_context(engine())
-                return _ask_part(running, part, prompter, settings, seed, masses, progress)
-
-            table, there = found_or_made(folder, number, asked)
-            tables.append(table)
-            found += there
-            if there:
-                progress.update(table.height)
-    observed.update(parts=len(tables), parts_found=found)
-    return pl.concat(tables)
+        running = cache(lambda: until_done.enter_context(engine()))
+        table, counts = all_parts(
+            folder, parts, lambda part: _ask_part(running(), part, prompter, settings, seed, masses, progress), progress
+        )
+    observed.update(counts)
+    return table
 
 
 def _ask_part(
