@@ -64,10 +64,16 @@ class Sample:
 
     def update(self, x_NC: Tensor) -> None:
         """Take in the next N tokens."""
-        numbers = np.concatenate([self._numbers, self._draw.random(len(x_NC))])
+        drawn = self._draw.random(len(x_NC))
+        held = len(self._numbers)
+        # Of a full sample only smaller numbers can displace anything.
+        low = np.flatnonzero(drawn < self._numbers.max()) if held == self.size else np.arange(len(drawn))
+        if not len(low):
+            return
+        numbers = np.concatenate([self._numbers, drawn[low]])
         kept = np.sort(np.argsort(numbers, kind="stable")[: self.size])
-        fresh = torch.from_numpy(kept[kept >= len(self._numbers)] - len(self._numbers))
-        older = torch.from_numpy(kept[kept < len(self._numbers)])
+        fresh = torch.from_numpy(low[kept[kept >= held] - held])
+        older = torch.from_numpy(kept[kept < held])
         chosen_NC = x_NC[fresh].to(torch.bfloat16)
         self.rows = torch.cat([self.rows[older], chosen_NC]) if len(self._numbers) else chosen_NC
         self._numbers = numbers[kept]
