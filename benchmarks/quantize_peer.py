@@ -49,7 +49,7 @@ PEER_PACKAGES = ("llmcompressor==0.14.0.1", "compressed-tensors==0.19.0", "trans
 WHOLE, AGAIN = "whole: ", "only quantize: "
 LEAST = ("calibrate.heldout_sequences=1", "calibrate.copying.sequences=0")
 """The settings of `calibrate` that leave out measuring, as far as they can."""
-SAMPLE_S = 0.02
+SAMPLE_S = 0.25
 NOISE = 1e-6
 """Relative; what two right readers may differ by is what this does to one of them."""
 
