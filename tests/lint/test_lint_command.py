@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from oneaxis.cli import main
+from oneaxis.lint import models
 from oneaxis.lint.document import CannotMove, parse, reorder
 from oneaxis.lint.folder import is_meant
 
@@ -491,6 +492,14 @@ def test_types_of_pydantic_with_which_a_server_refuses(tmp_path, capsys, kind, c
     )
     found = findings(capsys, "one.py", "--select", "OV10", "--ignore", "OV105")
     assert [(each["code"], each["line"]) for each in found] == ([(code, 3)] if code else [])
+
+
+def test_a_module_that_never_ends_its_import(tmp_path, capsys, monkeypatch):
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(models, "LONGEST_IMPORT_S", 0.5)
+    code, _, said = lint(capsys, "hangs.py")
+    assert code == 2
+    assert "hangs.py: cannot be imported: not done after 0.5 s" in said
 
 
 @pytest.mark.parametrize(("name", "text", "message"), [

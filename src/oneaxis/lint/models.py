@@ -17,6 +17,8 @@ from typing import Any
 
 from oneaxis.errors import UserError
 
+LONGEST_IMPORT_S = 120.0
+"""A module that imports torch and vLLM takes half a minute on a busy machine."""
 DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 
 
@@ -62,8 +64,13 @@ def read_models(name: str) -> tuple[list[Model], list[UserError]]:
                 # What a module prints as it is imported is not part of our answer.
                 stdout=2,
                 check=False,
+                timeout=LONGEST_IMPORT_S,
             ).returncode
             found = json.loads(answer.read_text()) if code == 0 and answer.exists() else None
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"{name}: cannot be imported: not done after {LONGEST_IMPORT_S:g} s; allowed: a module that imports here"
+        ) from error
     except OSError as error:
         raise UserError(f"{name}: cannot be imported: {error.strerror}; allowed: a place for a new process") from error
     if found is None:
