@@ -50,6 +50,7 @@ WHOLE, AGAIN = "whole: ", "only quantize: "
 LEAST = ("calibrate.heldout_sequences=1", "calibrate.copying.sequences=0")
 """The settings of `calibrate` that leave out measuring, as far as they can."""
 SAMPLE_S = 0.25
+"""Of memory. At 0.02 the sampling itself slowed what was measured by a tenth."""
 NOISE = 1e-6
 """Relative; what two right readers may differ by is what this does to one of them."""
 

@@ -69,7 +69,10 @@ def found_or_made(folder: Path | None, number: int, make: Callable[[], pl.DataFr
 
 
 def all_parts(
-    folder: Path | None, parts: Iterable[Part], make: Callable[[Part], pl.DataFrame], progress: "tqdm[Any]"
+    folder: Path | None,
+    parts: Iterable[Part],
+    make: Callable[[Part], pl.DataFrame],
+    progress: "tqdm[Any] | None" = None,
 ) -> tuple[pl.DataFrame, dict[str, int]]:
     """Every part, found or made, as one table in their order; and how many: `parts`, and of them `parts_found`.
 
@@ -81,6 +84,6 @@ def all_parts(
         table, there = found_or_made(folder, number, lambda part=part: make(part))  # type: ignore[misc]
         tables.append(table)
         found += there
-        if there:
+        if there and progress is not None:
             progress.update(table.height)
     return pl.concat(tables), {"parts": len(tables), "parts_found": found}

@@ -28,7 +28,7 @@ from oneaxis.artifacts import read_json
 from oneaxis.config.schema import Score, ServeSection
 from oneaxis.errors import UserError
 from oneaxis.installed import engine_device
-from oneaxis.parts import folder_digest, found_or_made, open_parts
+from oneaxis.parts import all_parts, folder_digest, open_parts
 from oneaxis.score.boundary import Encoded, Target, chat_renderer, encode_contexts, start_token, text_encoder
 from oneaxis.score.contexts import Context, Item, Wording, all_contexts, usable
 from oneaxis.score.metrics import flat_metrics, score_items, scorer_label, summarise
@@ -233,15 +233,14 @@ def _table(
     observed: dict[str, Any],
 ) -> pl.DataFrame:
     """The table, from the parts that are there and those that are scored now."""
-    tables, found = [], 0
-    for number, begin in enumerate(range(0, len(by_item), items_per_part)):
-        contexts = [context for own in by_item[begin : begin + items_per_part] for context in own]
-        tokens = [one for own in encoded[begin : begin + items_per_part] for one in own]
-        table, there = found_or_made(folder, number, lambda c=contexts, t=tokens: _scored(engine, c, t))  # type: ignore[misc]
-        tables.append(table)
-        found += there
-    observed["score"] |= {"parts": len(tables), "parts_found": found}
-    return pl.concat(tables)
+    parts = (
+        ([context for own in by_item[begin : begin + items_per_part] for context in own],
+         [one for own in encoded[begin : begin + items_per_part] for one in own])
+        for begin in range(0, len(by_item), items_per_part)
+    )  # fmt: skip
+    table, counts = all_parts(folder, parts, lambda part: _scored(engine, *part))
+    observed["score"] |= counts
+    return table
 
 
 def _scored(engine: Engine, contexts: Sequence[Context], tokens: Sequence[Encoded]) -> pl.DataFrame:
