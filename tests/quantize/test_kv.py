@@ -1,8 +1,13 @@
 """The FP8 cache: numbers by hand, and every E4M3 number against torch's own conversion."""
 
-import torch
+from types import SimpleNamespace
 
-from oneaxis.quantize.kv import ATTENTION, cut_to_fp8, kv_rounding, kv_scale, round_kv
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+from oneaxis.quantize.kv import ATTENTION, QUERY_BLOCK, cut_to_fp8, kv_rounding, kv_scale, round_kv
 from tests.quantize.models import tiny, token_ids
 
 
@@ -45,3 +50,64 @@ def test_scores_are_capped_where_the_family_caps_them() -> None:
     torch.testing.assert_close(model(ids).logits, eager, rtol=0, atol=1e-5 * float(eager.abs().max()))
     model.set_attn_implementation("sdpa")
     assert (model(ids).logits - eager).abs().max() > 1e-3 * eager.abs().max()
+
+
+def attention_by_hand(query: Tensor, key: Tensor, value: Tensor, scaling: float, may_look: Tensor) -> Tensor:
+    """float64, token by token: [B, T, heads, H]."""
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = query.double(), key.double(), value.double()
+    out = torch.zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3], dtype=torch.float64)
+    for head in range(query.shape[1]):
+        for row in range(query.shape[2]):
+            seen = may_look[row].nonzero().flatten()
+            scores = (key[:, head // groups, seen] @ query[:, head, row, :, None]).squeeze(-1) * scaling
+            weights = scores.exp() / scores.exp().sum(dim=-1, keepdim=True)
+            out[:, row, head] = (weights[:, :, None] * value[:, head // groups, seen]).sum(dim=1)
+    return out
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("length", [2, QUERY_BLOCK - 1, QUERY_BLOCK, QUERY_BLOCK + 1, 3 * QUERY_BLOCK + 5])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (3, 1)])
+@torch.no_grad()
+def test_attention_of_whole_sequences(dtype: torch.dtype, off: float, length: int, heads: tuple[int, int]) -> None:
+    """Scores of up to about 12; keys and values lie as a model gives them, [B, T, K, H] turned."""
+    draw = torch.Generator().manual_seed(length)
+
+    def given(count: int) -> Tensor:
+        return torch.randn(3, length, count, 20, generator=draw).mul_(1.5).to(dtype).transpose(1, 2)
+
+    query, key, value = given(heads[0]), given(heads[1]), given(heads[1])
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=heads[0] // heads[1])
+    found, _ = AttentionInterface()[ATTENTION](module, query, key, value, None, scaling=20**-0.5)
+    expected = attention_by_hand(query, key, value, 20**-0.5, torch.ones(length, length, dtype=torch.bool).tril())
+    assert found.dtype == dtype
+    assert (found.double() - expected).abs().max() <= off * expected.abs().max()
+
+
+@pytest.mark.parametrize("other", ["mask", "not causal", "by argument", "longer cache", "gradients"])
+def test_attention_that_is_no_plain_causal_one_is_left_to_torch(other: str) -> None:
+    """A mask with a hole, a module that looks both ways, one query on a cache, and training: all as by hand."""
+    draw = torch.Generator().manual_seed(5)
+    query, key, value = (torch.randn(2, 2, 9, 8, generator=draw) for _ in range(3))
+    may_look, mask = torch.ones(9, 9, dtype=torch.bool).tril(), None
+    module, arguments = nn.Module(), {"scaling": 8**-0.5}
+    module.is_causal = True  # type: ignore[assignment]
+    if other == "mask":
+        may_look = may_look.clone()
+        may_look[4:, 2] = False
+        mask = may_look.expand(2, 1, 9, 9)
+    elif other == "not causal":
+        module.is_causal = False  # type: ignore[assignment]
+        may_look = torch.ones_like(may_look)
+    elif other == "by argument":
+        arguments["is_causal"] = False
+        may_look = torch.ones_like(may_look)
+    elif other == "longer cache":
+        query, may_look = query[:, :, -1:], torch.ones(1, 9, dtype=torch.bool)
+    query.requires_grad_(other == "gradients")
+    with torch.set_grad_enabled(other == "gradients"):
+        found, _ = AttentionInterface()[ATTENTION](module, query, key, value, mask, **arguments)
+    assert found.requires_grad == (other == "gradients")
+    expected = attention_by_hand(query.detach(), key, value, 8**-0.5, may_look)
+    torch.testing.assert_close(found.detach().double(), expected, rtol=0, atol=1e-6)
