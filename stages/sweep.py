@@ -18,7 +18,7 @@ def work(stage: Stage) -> dict[str, float]:
     settings = speculating(stage.config.serve, stage.config.draft, stage.draft)
     lease = stage.take_engines_device("timing")
     from oneaxis.load.capacity import run_load
-    from oneaxis.load.draws import PROMPT_TOKENS, draw_answers
+    from oneaxis.load.draws import PROMPT_TOKENS, draw_answers, redraw
     from oneaxis.load.plan import check_fits, draw_plan
     from oneaxis.load.record import write_record
     from oneaxis.load.steps import step_fits, step_metrics
@@ -44,7 +44,8 @@ def work(stage: Stage) -> dict[str, float]:
     cells = summarise(sweep, load)
     tenants = others | {"gpu_processes": on_gpu}
     verdicts = judge(plan, sweep, cells, realised["differences"], config.guards, load=load, lease=lease.as_json(),
-                     tenants=tenants, draws=draws, cache_block_tokens=cache_block_tokens(realised))  # fmt: skip
+                     tenants=tenants, draws=draws, cache_block_tokens=cache_block_tokens(realised),
+                     redraw=redraw(realised))  # fmt: skip
     steps = {} if load.think_time_s else step_fits(cells, settings.max_num_seqs)
     document = summary_document(cells, verdicts, sweep, load, found) | {"steps": steps}
     write_record(stage.out, plan, sweep, draws, cells, document, verdicts)

@@ -19,7 +19,7 @@ from oneaxis.judge.guards import (
 )
 from oneaxis.judge.stalls import stalled, stalls
 from oneaxis.load.client import REQUEST_SCHEMA
-from oneaxis.load.draws import DRAWS_SCHEMA
+from oneaxis.load.draws import DRAWS_SCHEMA, redraw
 
 N = 20
 ASKED = 6
@@ -252,6 +252,20 @@ def test_8_frozen_draws() -> None:
     assert frozen_draws(draws([[1, 2]] * 4, math.log(0.5))).evidence["chance_of_the_repeats"] == 0.5
     check(frozen_draws(draws([[1, 2], [1, 2]], None)), "and the engine tells no log-probability")
     check(frozen_draws(draws([[1, 2]], -20.0)), "1 answers were sampled")
+
+
+def test_8_names_the_cause_where_it_is_known() -> None:
+    """vLLM's CPU build, with guesses; not a GPU, not without them, and not where the engine tells neither."""
+    repeated = draws([[1, 2]] * 4, -20.0)
+    for resolved, told in [
+        ({"speculative": True, "device": "cpu"}, "issue 55005"),
+        ({"speculative": True, "device": "cuda"}, "honour `seed`"),
+        ({"speculative": False, "device": "cpu"}, "honour `seed`"),
+        ({}, "honour `seed`"),
+    ]:
+        guard = frozen_draws(repeated, redraw({"resolved": resolved}))
+        assert not guard.valid
+        assert told in guard.recommendation
 
 
 def test_10_other_work_on_the_machine() -> None:

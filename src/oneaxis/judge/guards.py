@@ -343,11 +343,12 @@ def output_limit(requests: pl.DataFrame) -> Guard:
                   "the engine must honour ignore_eos, min_tokens and max_tokens")  # fmt: skip
 
 
-def frozen_draws(draws: pl.DataFrame) -> Guard:
+def frozen_draws(draws: pl.DataFrame, recommendation: str = REDRAW) -> Guard:
     """Guard 8: answers that were sampled with different seeds are different, but for what chance explains.
 
     Args:
         draws: one row per call with `seed` (all different), `token_ids`, `logprob` (null: the engine does not tell).
+        recommendation: where the cause is known (`oneaxis.load.draws.redraw`).
     """
     found = repeats(draws)
     problems = [repeat.said(draws.height) for repeat in found if not repeat.by_chance]
@@ -358,7 +359,7 @@ def frozen_draws(draws: pl.DataFrame) -> Guard:
         "distinct": draws["token_ids"].n_unique(),
         "chance_of_the_repeats": min((each.chance for each in found if each.chance is not None), default=None),
     }
-    return judged(8, "frozen draws", evidence, problems, REDRAW)
+    return judged(8, "frozen draws", evidence, problems, recommendation)
 
 
 def exclusive_device(

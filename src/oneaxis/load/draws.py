@@ -7,7 +7,7 @@ The probe is not measured: it ends before the first cell, and the prefix cache i
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +25,11 @@ CHANCE = 1e-6
 """Sampled answers that are equal with a smaller probability than this were not drawn."""
 REDRAW = "make the engine honour `seed` (and keep no answers); until then nothing that was sampled from it counts twice"
 """What to do about answers that repeat."""
+
+SPECULATES_ON_CPU = (
+    "vLLM's CPU build takes the temperature of a request that it guesses for from memory that nobody wrote (seen in "
+    "0.32; vllm-project/vllm issue 55005): trust greedy answers only, or sample without guesses"
+)
 
 DRAWS_SCHEMA = pl.Schema(
     {"call": pl.Int64(), "seed": pl.Int64(), "token_ids": pl.List(pl.Int64()), "logprob": pl.Float64()}
@@ -79,6 +84,12 @@ def draw_answers(engine: Posts, prompt: Sequence[int], *, seed: int) -> pl.DataF
 
     with ThreadPoolExecutor(CALLS) as pool:
         return pl.DataFrame(list(pool.map(one, range(CALLS))), schema=DRAWS_SCHEMA)
+
+
+def redraw(realised: Mapping[str, Any]) -> str:
+    """What to do about answers that repeat, of an engine that runs so (`oneaxis.serve.realised_config`)."""
+    resolved = realised["resolved"]
+    return SPECULATES_ON_CPU if resolved.get("speculative") and resolved.get("device") == "cpu" else REDRAW
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from oneaxis.config.schema import Guards, Load
 from oneaxis.judge import guards
 from oneaxis.judge.stalls import stalls
 from oneaxis.load.capacity import Capacity
+from oneaxis.load.draws import REDRAW
 from oneaxis.load.levels import at_one_rate, level_name, level_size, levels
 from oneaxis.load.metrics import (
     CAPACITY_ATTAINMENT,
@@ -125,6 +126,7 @@ def judge(
     tenants: Mapping[str, Any],
     draws: pl.DataFrame,
     cache_block_tokens: int | None = None,
+    redraw: str = REDRAW,
 ) -> list[guards.Guard]:
     """The validity guards of a sweep, in their order.
 
@@ -134,6 +136,7 @@ def judge(
         tenants: who else used the machine (`oneaxis.tenants`).
         draws: the sampled answers of the probe (`oneaxis.load.draws`).
         cache_block_tokens: of the prefix cache, for what declared prefixes should give; None: the engine has no cache.
+        redraw: what to do about draws that repeat (`oneaxis.load.draws.redraw`).
     """
     measured = sweep.requests["request_id"].to_list()
     labels = [f"{shape} {level}" for shape, level in cells.select("shape", "level").iter_rows()]
@@ -168,7 +171,7 @@ def judge(
         ),
         guards.survivors(arrivals["request_id"].to_list(), sweep.requests, cells),
         guards.output_limit(sweep.requests),
-        guards.frozen_draws(draws),
+        guards.frozen_draws(draws, redraw),
         stalls(sweep.requests, load.model_dump(), bounds.max_stall_shift),
         guards.exclusive_device(lease, tenants, bounds.max_stray_cpu_share),
         guards.warmed_up(sweep.conditions, plan.warmups["request_id"].to_list(), measured),
