@@ -69,11 +69,18 @@ def test_every_choice_composes(root: Path, group: str, choice: str) -> None:
         (["model=hub", "model.id=x"], ["model.revision", "needs a value"]),
         (["data=mine"], ["data.pairs.source", "path"]),
         (["data.pairs.source.path=a.jsonl"], ["data.pairs.source", "path is 'a.jsonl'", "only null"]),
-        (["measure.session='a b'"], ["measure.session='a b'", "pattern"]),
+        (["measure.session='a b'"], ["measure.session='a b': allowed: at most 60 of letters"]),
         (["serve.port=70000"], ["serve.port=70000", "65535"]),
         (["serve=attach"], ["serve.base_url", "needs a value"]),
-        (["serve=attach", "serve.base_url=http://me:key@host"], ["serve.base_url", "pattern"]),
-        (["serve=attach", "serve.base_url=http://host", "serve.api_key_env='a b'"], ["serve.api_key_env", "pattern"]),
+        (["serve=attach", "serve.base_url=http://me:key@host"], ["serve.base_url: http://***@host holds a user"]),
+        (
+            ["serve=attach", "serve.base_url=http://host", "serve.api_key_env='a b'"],
+            ["serve.api_key_env='a b': allowed: the name of an environment variable"],
+        ),
+        (
+            ["load.shapes=[{name: 'a b', prompt_tokens: 8, output_tokens: 4}]"],
+            ["load.shapes.0.name='a b': allowed: at most 60 of letters, digits"],
+        ),
         (["serve.port=${oc.env:HOME}"], ["serve.port", "frozen"]),
         (["nonsense"], ["nonsense", "key=value"]),
         (["a b=c"], ["a b=c", "key=value"]),
@@ -264,3 +271,10 @@ def test_equal_compositions_are_made_once_until_a_file_changes(
     for _ in range(2):
         with pytest.raises(UserError, match="load=paired: no such choice"):
             compose_raw(conf, ["load=paired"])
+
+
+def test_a_password_in_an_override_is_not_repeated(root: Path) -> None:
+    for override in ("serve.base_url=http://me:s3cret@host", "+serve.base_url=http://me:s3=cret@host"):
+        with pytest.raises(UserError) as refused:
+            compose(root / "conf", [override])
+        assert "cret" not in str(refused.value)

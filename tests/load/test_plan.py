@@ -27,14 +27,17 @@ from tests.load.sections import UNUSED
 TEXT = np.random.default_rng(7).integers(10, 400, size=3000).astype(np.int32)
 
 
+SHAPES: list[dict[str, object]] = [
+    {"name": "long", "prompt_tokens": 200, "output_tokens": 4},
+    {"name": "short", "prompt_tokens": 16, "output_tokens": 20},
+]
+
+
 def load(**changes: object) -> Load:
     """A `load` section."""
     values: dict[str, object] = {
         "arrival": "poisson",
-        "shapes": [
-            {"name": "long", "prompt_tokens": 200, "output_tokens": 4},
-            {"name": "short", "prompt_tokens": 16, "output_tokens": 20},
-        ],
+        "shapes": SHAPES,
         "rates_rps": [2.0, 6.0],
         **UNUSED,
         "duration_s": 30.0,
@@ -222,6 +225,15 @@ def test_a_trace_gives_moments_and_lengths(name: str, tmp_path: Path) -> None:
         ("Timestamp,Request tokens,Response tokens\n1,30,0", "line 2: Response tokens is '0'; allowed: a whole number"),
         ("a,b\n1,2", "line 2 has a, b; allowed: timestamp, input_length, output_length; TIMESTAMP"),
         ("Timestamp,Request tokens,Response tokens\n", "holds no request"),
+        (f'{{"timestamp": {"9" * 400}, "input_length": 30, "output_length": 5}}',
+         r"line 1: timestamp is 9{60}\.\.\.; allowed: a time$"),
+        pytest.param('{"timestamp": 0, "input_length": 30, "output_length": 5}\n{"timestamp":' + "[" * 100_000,
+                     "line 2 is not JSON", id="nested"),
+        pytest.param("Timestamp,Request tokens,Response tokens\n1,30,5\n2,30," + "5" * 131_073,
+                     "line 3 is not CSV .field larger", id="field"),
+        ('{"timestamp": 0, "input_length": 1e300, "output_length": 5}',
+         r"line 1: input_length is 1e\+300; allowed: a whole number from 4 to 10000000"),
+        ("Timestamp,Request tokens,Response tokens\n1,30,1e30", "line 2: Response tokens is '1e30'; allowed: a whole"),
     ],
 )  # fmt: skip
 def test_a_bad_row_of_a_trace_is_named(text: str, words: str, tmp_path: Path) -> None:
@@ -248,6 +260,42 @@ def test_a_bad_row_of_a_trace_is_named(text: str, words: str, tmp_path: Path) ->
 def test_settings_that_would_do_nothing_are_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         load(**changes)
+
+
+LOGNORMAL = {"distribution": "lognormal", "mean": 64.0, "cv": 0.5, "min": 16, "max": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape"),
+    [
+        ({}, {"prompt_tokens": {**LOGNORMAL, "cv": 1e300}}),
+        ({}, {"prompt_tokens": {**LOGNORMAL, "max": 10**30}}),
+        ({}, {"output_tokens": 10**30}),
+        ({}, {"weight": 1e-320}),
+        ({}, {"shared_prefix": {"tokens": 4, "groups": 10**9, "share": 0.5}}),
+        ({"rates_rps": [1e-320]}, {}),
+        ({"rates_rps": [1e300]}, {}),
+        ({"duration_s": 1e-320}, {}),
+        ({"duration_s": 1e300, "rates_rps": [1e-6]}, {}),
+        ({"request_timeout_s": 1e300}, {}),
+        ({"warmup_requests": 10**9}, {}),
+        ({"arrival": "gamma", "burstiness": 1e-9}, {}),
+        ({"arrival": "closed", "rates_rps": [], "users": [10**400], "think_time_s": 0.0, "requests_per_user": 1}, {}),
+        ({"arrival": "closed", "rates_rps": [], "users": [1], "think_time_s": 1e300, "requests_per_user": 1}, {}),
+        ({"search": {"probes": 10**9, "resolution": 1e-9, "users": None, "max_drift": 0.2}}, {}),
+    ],
+)
+def test_numbers_that_nothing_can_be_drawn_from_have_bounds(
+    changes: dict[str, object], shape: dict[str, object]
+) -> None:
+    shapes = [SHAPES[0] | shape, SHAPES[1]]
+    with pytest.raises(ValidationError, match=r"1 validation error[^$]*(less|greater) than or equal to"):
+        load(**({"shapes": shapes} | changes))
+
+
+def test_the_widest_lengths_that_are_allowed_can_be_drawn() -> None:
+    wide = LognormalLengths(distribution="lognormal", mean=9e6, cv=10.0, min=1, max=10_000_000)
+    assert max(draw_lengths(wide, 100, np.random.default_rng(0))) <= 10_000_000
 
 
 def test_every_prompt_has_its_length_and_a_start_of_its_own_in_the_whole_sweep() -> None:

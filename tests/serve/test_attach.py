@@ -4,6 +4,7 @@ real engine that somebody else has started with settings that it keeps to itself
 import itertools
 import json
 import os
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,17 +13,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from pydantic import ValidationError
 
+from oneaxis.config.compose import validate
 from oneaxis.config.schema import Serve, ServeAttach
 from oneaxis.errors import RunError, UserError
+from oneaxis.load.capacity import run_load
+from oneaxis.load.draws import draw_answers
+from oneaxis.load.plan import draw_plan
+from oneaxis.load.summary import judge, summarise
 from oneaxis.serve import is_here, realised_config, realised_table, serving
 from oneaxis.serve.command import engine_command, engine_environment
 from oneaxis.serve.engine import engine_folder
 from oneaxis.serve.forked import fork_engine
 from oneaxis.serve.preflight import WIDE, cpu_flags, reserve_port
 from tests.checkpoint.quantised import write_quantised
+from tests.load.faults import BOUNDS, SMALL
+from tests.load.test_sweep import ALONE, HELD
 from tests.quantize.checkpoints import scheme
 from tests.serve.tiny import random_llama, serve
 
@@ -31,14 +39,18 @@ Answer = tuple[int, Any]
 
 @contextmanager
 def server(answer: Callable[[str, dict[str, str]], Answer]) -> Iterator[str]:
-    """A fake server: `answer(path, headers)` gives status and JSON. Its address."""
+    """A fake server: `answer(path, headers)` gives status and JSON, or bytes. Its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             status, body = answer(self.path, dict(self.headers))
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(body.encode() if isinstance(body, str) else json.dumps(body).encode())
+            self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -172,20 +184,132 @@ def test_a_server_that_is_loading_is_waited_for(tiny_checkpoint: Path, tmp_path:
     assert observed["waited_s"] >= 0.5
 
 
-def test_one_that_does_not_come_up_is_said_in_one_line(tiny_checkpoint: Path, tmp_path: Path) -> None:
+@contextmanager
+def says_only(banner: bytes) -> Iterator[str]:
+    """Whatever is asked, it says this and hangs up, as a server of another protocol. Its address."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(banner)
+            self.request.recv(4096)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_address[1]}"
+        running.shutdown()
+
+
+OPENAI = "needed: a server that speaks OpenAI's protocol"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (404, b"nothing here", rf"HTTP 404 to /v1/models: nothing here; {OPENAI}"),
+        (200, b"<html>\n hello", r"answered /v1/models with no JSON: '<html> hello'; http://127"),
+        pytest.param(200, b"[" * 100_000, r"answered /v1/models with no JSON: '\[\[\[+\.\.\.'; http", id="nested"),
+        (200, b'{"data": "\xff"}', r"answered in no UTF-8: .*xff"),
+        (200, [1], r"answered /v1/models with a list, where an object is due: '\[1\]'; http://127"),
+        (200, {"data": [{"name": "a"}]}, rf"/v1/models lists no models: .*name.*{OPENAI}"),
+        (None, b"SSH-2.0-OpenSSH_9\r\n", rf"no HTTP that can be read \(BadStatusLine: SSH-2.0-OpenSSH_9\); {OPENAI}"),
+    ],
+)
+def test_what_is_no_server_of_this_protocol_ends_at_once_in_one_line(
+    status: int | None, body: Any, says: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """With a patience of a minute, of which nothing is used."""
+    began = time.monotonic()
+    with says_only(body) if status is None else server(lambda path, headers: (status, body)) as url:
+        with pytest.raises(RunError, match=says) as refused:
+            with serving(tiny_checkpoint, attach(url, start_timeout_s=60.0), log_path=tmp_path / "log", observed={}):
+                pass
+    assert "\n" not in str(refused.value)
+    assert url in str(refused.value)
+    assert time.monotonic() - began < 5
+
+
+def test_a_host_without_an_address_ends_at_once(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """One that the resolver knows to be none without asking the network."""
+    section = attach("http://[fe80::1%nosuch]:8000", start_timeout_s=60.0)
+    with pytest.raises(UserError, match=r"^serve\.base_url=http://\[fe80::1%nosuch\]:8000: its host has no address"):
+        with serving(tiny_checkpoint, section, log_path=tmp_path / "log", observed={}):
+            pass
+
+
+INFO = "/server_info?config_format=json"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        (INFO, b"<html>", r"answered /server_info\?config_format=json with no JSON: '<html>'; URL"),
+        (INFO, {}, r"serve\.base_url=URL: its /server_info is not as vLLM's \(KeyError: 'vllm_config'\): \{\}"),
+        (INFO, {"vllm_config": {"model_config": 1}}, r"serve\.base_url=URL: its /server_info is not as vLLM's"),
+        ("/metrics", b"<html>a b</html>", r"URL/metrics is no page of Prometheus metrics, it begins '<html>a b"),
+        ("/v1/completions", b"<html>", r"answered /v1/completions with no JSON: '<html>'; URL"),
+        ("/v1/completions", ["a"], r"answered /v1/completions with a list, where an object is due: .*URL"),
+        ("/v1/completions", {"choices": []}, r"answered /v1/completions without choices: .*URL"),
+    ],
+)
+def test_a_page_that_is_another_is_said_in_one_line(
+    path: str, body: Any, says: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    with server(lambda asked, headers: (200, body) if asked == path else models("a")(asked, headers)) as url:
+        with serving(tiny_checkpoint, attach(url), log_path=tmp_path / "log", observed={}) as endpoint:
+            posts = path.startswith("/v1/")
+            with pytest.raises(RunError, match=says.replace("URL", url)) as refused:
+                endpoint.post(path, {"model": "a"}) if posts else realised_config(endpoint, tiny_checkpoint)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_page_of_another_servers_own_tells_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """SGLang has a /server_info too."""
+    with server(lambda asked, headers: (200, {"tp": 1}) if asked == INFO else models("a")(asked, headers)) as url:
+        with serving(tiny_checkpoint, attach(url), log_path=tmp_path / "log", observed={}) as endpoint:
+            assert "dtype" in realised_config(endpoint, tiny_checkpoint)["unverified"]
+
+
+def test_one_that_does_not_come_up_is_said_in_one_line(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with server(lambda path, headers: (503, {})) as url:
         with pytest.raises(RunError, match=r"not ready within serve\.start_timeout_s=0\.3: HTTP 503, still loading"):
             with serving(tiny_checkpoint, attach(url, start_timeout_s=0.3), log_path=tmp_path / "log", observed={}):
                 pass
+    capsys.readouterr()
     with pytest.raises(RunError, match="does not listen"):
         with serving(tiny_checkpoint, attach(url, start_timeout_s=0.3), log_path=tmp_path / "log", observed={}):
             pass
+    said = f"oneaxis: serve.base_url={url}: does not listen; waiting for it, at most 0.3 s (serve.start_timeout_s)"
+    assert capsys.readouterr().err.count(said) == 1
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://me:secret@host", "http://host/v1?key=1", "ftp://host"])
-def test_an_address_holds_neither_a_key_nor_another_protocol(url: str) -> None:
-    with pytest.raises(ValidationError, match="base_url"):
-        attach(url)
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:8000", "ftp://host", "http://", "http://127.0.0.1:abc", "http://127.0.0.1:99999", "http://host:0",
+        "http://host:", "http://[::1", "http://[::g]:1", "http://[::1]x:1", "http://::1", "http://a..b", "http://a b",
+        "http://host/\u00e4", f"http://{'a' * 64}", "http://host:1:2", "http://host\n",
+    ],
+)  # fmt: skip
+def test_what_no_request_can_be_sent_to_is_no_address(url: str) -> None:
+    with pytest.raises(UserError, match=r"^settings: serve\.base_url: .*; allowed: .* such as http://127") as refused:
+        validate({"serve": attach("http://a").model_dump() | {"base_url": url}}, origin="settings", sections=["serve"])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:s3cret@host", "http://me:s3 cret@host", "me:s3cret@host", "http://host/v1?key=s3cret"]
+)
+def test_a_key_in_an_address_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(UserError, match=r"serve\.base_url: .*host.* holds a user, a password or a query") as refused:
+        validate({"serve": attach("http://a").model_dump() | {"base_url": url}}, origin="settings", sections=["serve"])
+    assert "s3" not in str(refused.value)
+
+
+def test_addresses_that_requests_can_be_sent_to() -> None:
+    for url in ("http://127.0.0.1:8000", "https://gpu.example/v1/", "http://my_service:1", "http://[::1]:65535/a/b"):
+        assert attach(url).base_url == url
 
 
 def test_only_loopback_is_here() -> None:
@@ -221,7 +345,8 @@ def somebody_elses(checkpoint: Path, settings: Serve, folder: Path) -> Iterator[
 def test_a_real_engine_is_waited_for_asked_and_left_running(tmp_path: Path) -> None:
     """W4A8 weights, which it runs as W4A16, and a KV cache whose answers are garbage: it tells, without a word of it.
 
-    Ours refuses the first before the start (tests/serve/test_preflight.py), and has no name for the second.
+    Ours refuses the first before the start (tests/serve/test_preflight.py), and has no name for the second. A sweep is
+    run against it as the stage does, and what it runs is all that a guard finds.
     """
     checkpoint = write_quantised(random_llama(tmp_path / "policy"), tmp_path / "w4", scheme("w4a16"))
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
@@ -238,6 +363,16 @@ def test_a_real_engine_is_waited_for_asked_and_left_running(tmp_path: Path) -> N
             assert len(endpoint.processes()) == 1
         with serving(checkpoint, section, log_path=tmp_path / "none", observed={}) as again:
             assert again.post("/v1/completions", {"model": "theirs", "prompt": "a", "max_tokens": 2})["choices"]
+            text = np.random.default_rng(0).integers(3, 250, size=500).astype(np.int32)
+            drawn: dict[str, Any] = {"seed": 0, "session": "attached", "repetition": 0}
+            plan = draw_plan(SMALL, text, **drawn)
+            draws = draw_answers(again, text[:16].tolist(), seed=0)
+            plan, sweep, _ = run_load(again, plan, SMALL, text, most_users=section.max_num_seqs, **drawn)
+            verdicts = judge(plan, sweep, summarise(sweep, SMALL), realised["differences"], BOUNDS, load=SMALL,
+                             lease=HELD, tenants=ALONE, draws=draws)  # fmt: skip
+    assert [guard for guard in verdicts if not guard.valid and guard.number != 3] == []
+    assert (sweep.requests["status"] == "ok").all()
+    assert all(cell["prefix_cache_reset"] for cell in sweep.conditions)
     assert observed["attached"] == {"base_url": url, "model": "theirs", "root": str(checkpoint)}
     assert [(item["key"], item["asked"], item["resolved"]) for item in realised["differences"]] == [
         ("checkpoint.quantization_config", "W4A8", "W4A16"),

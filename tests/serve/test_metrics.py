@@ -2,6 +2,7 @@
 
 import pytest
 
+from oneaxis.errors import RunError
 from oneaxis.serve.metrics import info_labels, metric_total, parse_metrics
 
 PAGE = """\
@@ -42,3 +43,9 @@ def test_a_missing_counter_is_not_zero() -> None:
 def test_the_cache_configuration_is_in_the_labels() -> None:
     assert info_labels(PAGE, "vllm:cache_config_info") == {"cache_dtype": "auto", "kv_cache_size_tokens": "46592"}
     assert info_labels(PAGE, "vllm:other") == {}
+
+
+@pytest.mark.parametrize("page", ["<html>a b</html>", "x{a=", "x 1 2 3 y", "\x00", f"x {'9' * 400}"])
+def test_a_page_of_something_else_is_said_with_its_address(page: str) -> None:
+    with pytest.raises(RunError, match=r"^http://h/metrics is no page of Prometheus metrics, it begins '"):
+        parse_metrics(page, "http://h/metrics")

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from oneaxis.config.schema import ARRIVAL_SETTINGS, NO_STAGE, STAGE_SECTIONS, Config, derived_paths
+from oneaxis.config.schema import ARRIVAL_SETTINGS, NO_STAGE, STAGE_SECTIONS, Config, derived_paths, without_secret
 from oneaxis.errors import UserError
 
 PARAMS = "params.yaml"
@@ -136,7 +136,7 @@ def _composed(
             raise UserError("pairs=on_policy, sample=none: there would be no pairs of the model's own; allowed: "
                             "sample=on_policy (which pairs=on_policy chooses), or pairs=all")  # fmt: skip
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_explain_hydra(error, overrides)) from error
+        raise UserError(without_secret(_explain_hydra(error, overrides))) from error
     except Exception as error:
         # Broken YAML reaches us as the parser's own exception; anything else is a bug and keeps its traceback.
         if type(error).__module__.startswith(("yaml", "antlr4")):
@@ -251,7 +251,7 @@ def _explain_validation(error: ValidationError, origin: str, prefix: str) -> str
         else:
             allowed = message.replace("Input should be ", "").replace("String should", "a string that should")
             lines.append(f"{key}={problem['input']!r}: allowed: {allowed}")
-    return f"{origin}: " + "; ".join(lines)
+    return without_secret(f"{origin}: " + "; ".join(lines))
 
 
 def _key(prefix: list[str], location: tuple[int | str, ...]) -> str:

@@ -5,12 +5,15 @@
 another. Units stand in the names: `_s` seconds, `_ms` milliseconds, `_gib` GiB; `tokens` and `steps` are counts.
 """
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
@@ -24,8 +27,28 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]
+Rate = Annotated[float, Field(ge=1e-6, le=1e6)]
+"""Requests a second: what gaps can be drawn for."""
+
+
+def like(pattern: str, words: str) -> AfterValidator:
+    """What holds a text to a pattern, and says in words what is allowed: a reader of settings reads no patterns."""
+
+    def check(text: str) -> str:
+        if not re.search(pattern, text):
+            raise PydanticCustomError("text", "{words}", {"words": words})
+        return text
+
+    return AfterValidator(check)
+
+
+Sha256 = Annotated[str, like(r"^[0-9a-f]{64}\Z", "64 digits from 0 to 9 and a to f")]
+Name = Annotated[str, like(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,59}\Z",
+                           "at most 60 of letters, digits, `_`, `.` and `-`, the first a letter or digit")]  # fmt: skip
+DataSet = Annotated[str, like(r"^[\w.-]+(/[\w.-]+)?\Z", "the id of a data set, such as owner/name")]
+EnvironmentName = Annotated[str, like(r"^[A-Za-z_]\w*\Z", "the name of an environment variable")]
+Template = Annotated[str, like(r"\{question\}", "a text with {question} in it")]
+Date = Annotated[str, like(r"^\d{4}-\d{2}-\d{2}\Z", "a date such as 2026-01-31")]
 
 
 # --- model -> fetch_model ------------------------------------------------------------------------------------
@@ -48,7 +71,7 @@ class ModelHub(Section):
     """A model on the Hugging Face hub, pinned by commit. Only safetensors are taken."""
 
     kind: Literal["hub"]
-    id: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+    id: Annotated[str, like(r"^[\w.-]+/[\w.-]+\Z", "owner/name, as on the hub")]
     revision: Annotated[str, Field(min_length=7)]
     trust_remote_code: bool
 
@@ -89,7 +112,7 @@ class Source(Section):
 
     kind: Literal["wheels", "file", "hub"]
     path: str | None
-    id: Annotated[str, Field(pattern=r"^[\w.-]+(/[\w.-]+)?$")] | None
+    id: DataSet | None
     revision: Annotated[str, Field(min_length=7)] | None
     """A commit of the data set."""
     subset: str | None
@@ -464,6 +487,43 @@ Quantize = Annotated[QuantizeNone | QuantizeInt8 | QuantizeInt4 | QuantizeFp8, F
 
 # --- serve ---------------------------------------------------------------------------------------------------
 
+Patience = Annotated[float, Field(gt=0, le=86_400)]
+"""Seconds that something is waited for: a day at most."""
+
+
+def without_secret(text: str) -> str:
+    """A text whose addresses lack what stands before an `@`: a user and a password."""
+    return re.sub(r"://\S*@", "://***@", text)
+
+
+def _address(url: str) -> str:
+    """An address that requests can be sent to: held to what the standard library and aiohttp can ask.
+
+    Raises:
+        ValueError: with the address, but for what may be a secret in it.
+    """
+    allowed = "such as http://127.0.0.1:8000"
+    said = re.sub(r"^(\w+://)?.*@", r"\1***@", url, flags=re.DOTALL).partition("?")[0]
+    if "@" in url or "?" in url or "#" in url:
+        raise ValueError(f"{said} holds a user, a password or a query; allowed: an address without them, {allowed}; "
+                         "serve.api_key_env names what holds a key")  # fmt: skip
+    if not url.isprintable() or " " in url:
+        raise ValueError(f"{url!r} holds a space or what cannot be seen; allowed: an address, {allowed}")
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, parts.hostname or ""
+        if re.fullmatch(r"\[[^]]*\](:\d*)?", parts.netloc):
+            ipaddress.IPv6Address(host)
+        elif not re.fullmatch(r"[\w-]+(\.[\w-]+)*\.?", host):
+            raise ValueError("no host")
+        host.encode("idna")
+    except ValueError:
+        port, parts = 0, urlsplit("")
+    if parts.scheme not in ("http", "https") or port == 0 or parts.netloc.endswith(":") or not parts.path.isascii():
+        raise ValueError(f"{url} is no address that can be asked; allowed: http:// or https://, a host (IPv6 in "
+                         f"brackets), a port from 1 to 65535, and a path in ASCII, {allowed}")  # fmt: skip
+    return url
+
 
 class Serve(Section):
     """The vLLM engine. It listens on 127.0.0.1 only."""
@@ -481,7 +541,7 @@ class Serve(Section):
     """OpenMP threads of the engine on a CPU; 0: one per core."""
     port: Annotated[int, Field(ge=0, le=65535)]
     """0: a free port."""
-    start_timeout_s: Positive
+    start_timeout_s: Patience
     max_restarts: Annotated[int, Field(ge=0, le=5)]
     """Of an engine that is killed from outside while it starts; one that dies later, or by its settings, stays dead."""
     engine_args: dict[str, Any]
@@ -494,17 +554,17 @@ class ServeAttach(Section):
     """A server that runs already: it is asked what it runs, and never stopped."""
 
     kind: Literal["attach"]
-    base_url: Annotated[str, Field(pattern=r"^https?://[^/\s?#@]+(/[^\s?#@]*)?$")]
+    base_url: Annotated[str, AfterValidator(_address)]
     """Such as http://127.0.0.1:8000, without `/v1`; no user or password in it."""
     model: str | None
     """The name that requests give; null: the only one that `/v1/models` lists."""
-    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None
+    api_key_env: EnvironmentName | None
     """Name of the environment variable that holds the key; the key itself is never stored."""
     max_model_len: Annotated[int, Field(ge=64)]
     """Requests are held to this; the server's own may be larger."""
     max_num_seqs: Count
     """Requests in flight while it scores."""
-    start_timeout_s: Positive
+    start_timeout_s: Patience
     """How long a server that is loading is waited for."""
 
 
@@ -577,7 +637,7 @@ class SplitNixl(Section):
     requests: Annotated[int, Field(ge=2, le=1000)]
     prompt_tokens: Annotated[int, Field(ge=16)]
     output_tokens: Annotated[int, Field(ge=2)]
-    rate_rps: Positive
+    rate_rps: Rate
     """Of the second round, in which several are under way at once."""
 
 
@@ -673,12 +733,22 @@ Sample = Annotated[SampleNone | SamplePairs, Field(discriminator="kind")]
 # --- load -> sweep -------------------------------------------------------------------------------------------
 
 
+MAX_TOKENS = 10_000_000
+"""Of a prompt or an answer: far beyond any engine, and a number that every table can hold."""
+
+MAX_REQUESTS = 200_000
+"""In one cell: the table of requests is held in memory."""
+
+Length = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Requests = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
+
+
 class UniformLengths(Section):
     """A length of its own for each request: any whole number from `min` to `max` is as likely."""
 
     distribution: Literal["uniform"]
-    min: Count
-    max: Count
+    min: Length
+    max: Length
 
     @model_validator(mode="after")
     def _ordered(self) -> "UniformLengths":
@@ -696,9 +766,9 @@ class LognormalLengths(Section):
 
     distribution: Literal["lognormal"]
     mean: Positive
-    cv: Positive
-    min: Count
-    max: Count
+    cv: Annotated[float, Field(gt=0, le=10)]
+    min: Length
+    max: Length
 
     @model_validator(mode="after")
     def _ordered(self) -> "LognormalLengths":
@@ -714,7 +784,7 @@ def _how_long(value: Any) -> str:
 
 
 Tokens = Annotated[
-    Annotated[Count, Tag("number")]
+    Annotated[Length, Tag("number")]
     | Annotated[UniformLengths, Tag("uniform")]
     | Annotated[LognormalLengths, Tag("lognormal")],
     Discriminator(
@@ -735,7 +805,7 @@ class SharedPrefix(Section):
     """
 
     tokens: Annotated[int, Field(ge=HEAD_TOKENS)]
-    groups: Count
+    groups: Requests
     share: Annotated[float, Field(gt=0, le=1)]
 
 
@@ -747,7 +817,7 @@ class Shape(Section):
     output_tokens: Tokens
     service_class: Name | None = None
     """A name in `load.classes`; null: `load.service_class`."""
-    weight: Positive = 1.0
+    weight: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """With `load.together`: this shape's rate is `rates_rps` times this, its users `users` times this."""
     shared_prefix: SharedPrefix | None = None
 
@@ -780,18 +850,15 @@ class ServiceClass(Section):
 class Search(Section):
     """Rates chosen while the sweep runs, for the capacity of each shape (`oneaxis.load.capacity`)."""
 
-    probes: Count
+    probes: Annotated[int, Field(ge=1, le=100)]
     """Rates of each shape at most, beside those of `rates_rps`."""
     resolution: OpenFraction
     """The search ends when the highest rate that held and the lowest that missed lie this close, as a share."""
-    users: Count | None
+    users: Requests | None
     """Of the saturated endpoint, which is a closed loop; null: as many as `serve.max_num_seqs`."""
     max_drift: Positive
     """Largest change of one user's median E2E from beginning to end; beyond it the search starts again, once."""
 
-
-MAX_REQUESTS = 200_000
-"""In one cell: the table of requests is held in memory."""
 
 DEFAULT_CLASS = "default"
 """The name under which `load.service_class` stands in tables."""
@@ -823,25 +890,25 @@ class Load(Section):
     its own."""
     together: bool
     """All shapes of a level at once, in one cell, each with its own arrivals; else one shape after the other."""
-    rates_rps: list[Positive]
+    rates_rps: list[Rate]
     burstiness: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None
     """Shape of the gamma distribution of the gaps, as in `vllm bench serve --burstiness`: 1 is Poisson, below 1 is
     burstier, above 1 more even. The coefficient of variation of the gaps is 1 / sqrt(burstiness)."""
-    users: list[Count]
-    think_time_s: NonNegative | None
+    users: list[Requests]
+    think_time_s: Annotated[float, Field(ge=0, le=86_400)] | None
     """Mean of the exponential pause of a user between an answer and the next request; 0: none."""
-    requests_per_user: Count | None
+    requests_per_user: Requests | None
     """Prompts that are drawn for each user. A user who has used them all makes the run INVALID."""
     trace: Annotated[str, Field(min_length=1)] | None
     """A file of the user's: JSONL as Mooncake's (`timestamp` in ms, `input_length, output_length`), or CSV as Azure's
     (`TIMESTAMP, ContextTokens, GeneratedTokens`) or BurstGPT's (`Timestamp` in s, `Request tokens, Response tokens`).
     """
-    trace_speed: list[Positive]
+    trace_speed: list[Annotated[float, Field(ge=1e-3, le=1e6)]]
     """2: its gaps are halved."""
-    duration_s: Positive
-    """Length of a cell: no request is sent later."""
-    warmup_requests: Annotated[int, Field(ge=0)]
-    request_timeout_s: Positive
+    duration_s: Annotated[float, Field(ge=0.01, le=604_800)]
+    """Length of a cell, a week at most: no request is sent later."""
+    warmup_requests: Annotated[int, Field(ge=0, le=10_000)]
+    request_timeout_s: Patience
     repeat_prompts: Count | None
     """The same so many prompts over and over, undeclared: what guard 1 must find. For demonstrations of the fault."""
     service_class: ServiceClass
@@ -973,11 +1040,11 @@ class Score(Section):
     dtype: Literal["float32", "bfloat16"]
     premises: dict[str, str | list[str]]
     """Domain premises of pmi_dc per task; `default` serves tasks that are not named. Of a list the first is ranked."""
-    question_template: Annotated[str, Field(pattern=r"\{question\}")]
+    question_template: Template
     season: Annotated[int, Field(ge=0)]
     """0: `question_template`, and options in their own order. From 1: wording and the order of listed options turn by
     season and item, whatever `seed` is, so that a public set that models have learnt stays usable."""
-    season_templates: list[Annotated[str, Field(pattern=r"\{question\}")]]
+    season_templates: list[Template]
     """Wordings that take turns with `question_template` from season 1 on."""
     chat_template: bool
     """Prompts are a user's message in the tokenizer's chat template."""
@@ -1168,7 +1235,7 @@ class Change(Section):
 class Claim(Section):
     """What a metric is expected to do: written before the run, shown beside what was seen (guard 12)."""
 
-    metric: Annotated[str, Field(pattern=r"^[a-z_]+(/[\w.-]+)+$")]
+    metric: Annotated[str, like(r"^[a-z_]+(/[\w.-]+)+\Z", "a flat name, such as sweep/decode_heavy/r1/tpot_p50_ms")]
     """A flat name as in `artifacts/*.metrics.json`: `quantize/perplexity_after`, `score/openbookqa/acc_bytes`.
 
     `rmax` and `rmin` in place of a level stand for the highest and lowest of the load, so that a claim holds under
@@ -1213,7 +1280,7 @@ class Experiment(Section):
     """Empty: the headline metrics of the stages that run are compared, without a claim."""
     cost: str
     """What it takes, as measured, and where: `6 min on 2 cores`."""
-    deadline: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None
+    deadline: Date | None
     """ISO date by which the decision is needed, or on which what is tested breaks; shown on the result card."""
 
     @model_validator(mode="after")

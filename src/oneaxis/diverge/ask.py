@@ -118,7 +118,7 @@ async def _ask(
                 said = " ".join((await response.text()).split())[:300]
                 raise RunError(f"the engine answered {response.status} to {which}: {said}")
             answer = await response.json()
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+    except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
         for _ in range(int(LAST_WORDS_S / 0.1)):
             engine.require_alive()
             await asyncio.sleep(0.1)

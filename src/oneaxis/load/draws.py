@@ -76,11 +76,12 @@ def draw_answers(engine: Posts, prompt: Sequence[int], *, seed: int) -> pl.DataF
         try:
             choice = reply["choices"][0]
             ids = [int(token) for token in choice["token_ids"]]
-        except (KeyError, IndexError, TypeError) as error:
+            told = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            known = len(told) == len(ids) and None not in told
+            logprob = float(sum(told)) if known else None
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise RunError(f"a sampled answer lacks {error}: {str(reply)[:200]}") from error
-        told = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        known = len(told) == len(ids) and None not in told
-        return {"call": call, "seed": seed + call, "token_ids": ids, "logprob": sum(told) if known else None}
+        return {"call": call, "seed": seed + call, "token_ids": ids, "logprob": logprob}
 
     with ThreadPoolExecutor(CALLS) as pool:
         return pl.DataFrame(list(pool.map(one, range(CALLS))), schema=DRAWS_SCHEMA)

@@ -172,11 +172,13 @@ async def answering(target: Target, page: str) -> AsyncIterator[str]:
     except (aiohttp.ClientError, OSError) as error:
         await require_alive_for(target, SETTLE_S)
         raise RunError(f"the engine does not answer {page}: {type(error).__name__}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{target.base_url}{page} answered what cannot be read: {error}") from error
 
 
-def parse_lines(page: str, names: tuple[str, ...]) -> dict[str, float]:
+def parse_lines(page: str, names: tuple[str, ...], where: str = "/metrics") -> dict[str, float]:
     """The samples of these metrics alone: the parser takes longer for a whole page than a request may be late."""
-    return parse_metrics("".join(line for line in page.splitlines(keepends=True) if line.startswith(names)))
+    return parse_metrics("".join(line for line in page.splitlines(keepends=True) if line.startswith(names)), where)
 
 
 async def require_alive_for(target: Target, seconds: float) -> None:
@@ -200,13 +202,17 @@ async def read_account(target: Target, session: aiohttp.ClientSession) -> Accoun
     Raises:
         RunError: when the engine is gone, or does not answer.
     """
-    return account_of(await read_page(target, session))
+    page = await read_page(target, session)
+    try:
+        return account_of(page, f"{target.base_url}/metrics")
+    except ValueError as error:
+        raise RunError(f"{target.base_url}/metrics has a histogram without bounds: {error}") from error
 
 
-def account_of(page: str) -> Account:
+def account_of(page: str, where: str = "/metrics") -> Account:
     """The counters and histograms of a Prometheus page, summed over engines."""
     names = (*(metric for metric, _ in COUNTERS.values()), *HISTOGRAMS.values(), ACCEPTED_PER_POSITION)
-    metrics = parse_lines(page, names)
+    metrics = parse_lines(page, names, where)
     counters = {name: _total(metrics, metric, **labels) for name, (metric, labels) in COUNTERS.items()}
     for name, metric in HISTOGRAMS.items():
         counters |= {
@@ -229,7 +235,8 @@ def account_of(page: str) -> Account:
 async def _state(target: Target, session: aiohttp.ClientSession) -> dict[str, float | None]:
     """`GAUGES` and `SAMPLED` as they stand."""
     sought = {**GAUGES, **{name: COUNTERS[name][0] for name in SAMPLED}}
-    metrics = parse_lines(await read_page(target, session), tuple(sought.values()))
+    page = await read_page(target, session)
+    metrics = parse_lines(page, tuple(sought.values()), f"{target.base_url}/metrics")
     return {name: _total(metrics, metric) for name, metric in sought.items()}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import polars as pl
 
-from oneaxis.config.schema import HEAD_TOKENS
+from oneaxis.config.schema import HEAD_TOKENS, MAX_TOKENS
 from oneaxis.errors import UserError
 
 TRACE_SCHEMA = pl.Schema(
@@ -59,14 +59,14 @@ def read_trace(given: str, root: Path) -> pl.DataFrame:
         layout = next((one for one in LAYOUTS if {one.moment, one.prompt, one.output} <= row.keys()), None)
         if layout is None:
             allowed = "; ".join(f"{one.moment}, {one.prompt}, {one.output}" for one in LAYOUTS)
-            raise UserError(f"{where}: line {line} has {', '.join(map(str, row))}; allowed: {allowed}")
+            raise UserError(f"{where}: line {line} has {', '.join(map(str, row))[:200]}; allowed: {allowed}")
         try:
             time_s = layout.seconds(row[layout.moment])
             if not math.isfinite(time_s):
                 raise ValueError
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             raise UserError(
-                f"{where}: line {line}: {layout.moment} is {row[layout.moment]!r}; allowed: a time"
+                f"{where}: line {line}: {layout.moment} is {_shown(row[layout.moment])}; allowed: a time"
             ) from None
         prompt, output = (
             _tokens(row[name], f"{where}: line {line}: {name}", least)
@@ -82,11 +82,16 @@ def read_trace(given: str, root: Path) -> pl.DataFrame:
 def _tokens(value: Any, where: str, least: int) -> int:
     try:
         number = float(value)
-        if not number.is_integer() or number < least:
+        if not number.is_integer() or not least <= number <= MAX_TOKENS:
             raise ValueError
     except (ValueError, TypeError, OverflowError):
-        raise UserError(f"{where} is {value!r}; allowed: a whole number from {least}") from None
+        raise UserError(f"{where} is {_shown(value)}; allowed: a whole number from {least} to {MAX_TOKENS}") from None
     return int(number)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _rows(path: Path, where: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -95,14 +100,14 @@ def _rows(path: Path, where: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
         raise UserError(f"{where}: is a folder; allowed: a JSONL or CSV file")
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{where}: cannot be read as text ({error}); allowed: JSONL or CSV") from error
     if text.lstrip().startswith("{"):
         for line, content in enumerate(text.splitlines(), start=1):
             if content.strip():
                 try:
                     row = json.loads(content)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise UserError(
                         f"{where}: line {line} is not JSON ({error}); allowed: one object a line"
                     ) from error
@@ -111,5 +116,12 @@ def _rows(path: Path, where: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 yield line, row
         return
     reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
-    for row in reader:
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            line = reader.reader.line_num
+            raise UserError(f"{where}: line {line} is not CSV ({error}); allowed: one request a line") from error
+        if row is None:
+            return
         yield reader.line_num, {name: value for name, value in row.items() if name is not None}

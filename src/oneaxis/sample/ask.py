@@ -175,14 +175,17 @@ def read_events(stream: bytes) -> Answer:
         data = event.removeprefix(b"data:").strip()
         if not event.startswith(b"data:") or data == b"[DONE]":
             continue
-        message = json.loads(data)
-        if "error" in message:
-            raise RunError(f"the engine broke a sampled answer off: {json.dumps(message['error'])[:300]}")
-        if usage := message.get("usage"):
-            tokens = int(usage["completion_tokens"])
-        for choice in message.get("choices", []):
-            text.append(choice["text"])
-            reason = choice.get("finish_reason") or reason
+        try:
+            message = json.loads(data)
+            if "error" in message:
+                raise RunError(f"the engine broke a sampled answer off: {json.dumps(message['error'])[:300]}")
+            if usage := message.get("usage"):
+                tokens = int(usage["completion_tokens"])
+            for choice in message.get("choices", []):
+                text.append(str(choice["text"]))
+                reason = choice.get("finish_reason") or reason
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise RunError(f"a sampled answer has an event that cannot be read: {data[:200]!r}") from error
     if reason is None or tokens is None:
         raise RunError(f"a sampled answer ended without its {'finish reason' if reason is None else 'usage record'}")
     if reason not in ("stop", "length"):

@@ -75,7 +75,7 @@ async def _prompt_logprobs(session: aiohttp.ClientSession, engine: Any, ids: tup
             if response.status != 200:
                 raise RunError(f"the engine answered {response.status} to a scoring request: {await response.text()}")
             answer = await response.json()
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
         engine.require_alive()
         raise RunError(f"a scoring request failed: {type(error).__name__}: {error}") from error
     return token_logprobs(answer, ids)
@@ -87,7 +87,10 @@ def token_logprobs(answer: dict[str, Any], ids: Sequence[int]) -> list[float]:
     Raises:
         RunError: when the answer is not about these tokens.
     """
-    entries = answer["choices"][0].get("prompt_logprobs")
+    try:
+        entries = answer["choices"][0].get("prompt_logprobs")
+    except (LookupError, TypeError, AttributeError) as error:
+        raise RunError(f"no completion in the answer to a scoring request: {str(answer)[:300]}") from error
     if entries is None or len(entries) != len(ids):
         found = "none" if entries is None else str(len(entries))
         raise RunError(f"the engine returned prompt_logprobs for {found} of {len(ids)} tokens")

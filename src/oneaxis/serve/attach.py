@@ -7,8 +7,9 @@ What a server does not tell is *unverified*, and said (`realised.py`). vLLM tell
 `VLLM_SERVER_DEV_MODE=1`; other servers have `/v1/models` at the least.
 """
 
-import json
 import os
+import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 from oneaxis.config.schema import ServeAttach
 from oneaxis.errors import RunError, UserError
-from oneaxis.serve.endpoint import Endpoint
+from oneaxis.serve.endpoint import Endpoint, NoAnswer, shown
 
 POLL_S = (0.1, 5.0)
 """Shortest and longest pause between two looks at a server that does not answer yet; each is half longer."""
@@ -61,8 +62,9 @@ def attached_endpoint(settings: ServeAttach, *, observed: dict[str, Any]) -> Ite
 
     Raises:
         UserError: no key in the environment, a key that is refused, a model that is not served or not named where
-            several are, a context that is too short.
-        RunError: when the server does not come up within `start_timeout_s`.
+            several are, a context that is too short, a host that has no address.
+        RunError: when the server does not come up within `start_timeout_s`; at once when it is no server of OpenAI's
+            protocol.
     """
     base_url = settings.base_url.rstrip("/").removesuffix("/v1")
     endpoint = AttachedEndpoint(base_url, settings.model or "", settings, headers=_headers(settings))
@@ -87,47 +89,65 @@ def _headers(settings: ServeAttach) -> dict[str, str]:
     if settings.api_key_env is None:
         return {}
     key = os.environ.get(settings.api_key_env, "")
-    if not key or not key.isprintable():
+    if not key or not key.isascii() or not key.isprintable():
         raise UserError(f"serve.api_key_env={settings.api_key_env}: {'holds more than a key' if key else 'not set'}; "
                         "allowed: the name of an environment variable that holds the key")  # fmt: skip
     return {"Authorization": f"Bearer {key}"}
 
 
 def _wait_until_it_serves(endpoint: Endpoint, settings: ServeAttach, observed: dict[str, Any]) -> list[dict[str, Any]]:
-    """The models that the server lists, once it is healthy."""
+    """The models that the server lists, once it is healthy. What will not pass by waiting is not waited for."""
+    key = f"serve.base_url={settings.base_url}"
     began, (pause_s, longest_s) = time.monotonic(), POLL_S
+    said = False
     with tqdm(desc="endpoint", bar_format="{desc} ({elapsed})", leave=False, delay=2) as bar:
         while True:
-            state = endpoint.state()
-            # A server that has no such page is asked for its models alone.
-            if state in ("", "HTTP 404", "HTTP 405"):
-                try:
-                    return _models(endpoint)
-                except RunError as error:
-                    state = str(error)
-            if "401" in state or "403" in state:
-                named = settings.api_key_env
-                raise UserError(f"serve.base_url={settings.base_url}: refuses "
-                                f"{f'the key in {named}' if named else 'requests without a key (serve.api_key_env)'}"
-                                )  # fmt: skip
-            observed["phase"] = "loading" if "503" in state else "waiting"
+            try:
+                return _models_when_well(endpoint)
+            except NoAnswer as problem:
+                if problem.status in (401, 403):
+                    named = settings.api_key_env
+                    refused = f"the key in {named}" if named else "requests without a key (serve.api_key_env)"
+                    raise UserError(f"{key}: refuses {refused}") from problem
+                if isinstance(problem.reason, socket.gaierror):
+                    raise UserError(f"{key}: {problem}; allowed: an address that this machine finds") from problem
+                if not problem.passing:
+                    where = "" if problem.status is None else f" to /v1/models: {problem.said}"
+                    raise RunError(f"{key}: {problem}{where}; needed: a server that speaks OpenAI's protocol"
+                                   ) from problem  # fmt: skip
+                state = str(problem)
+                observed["phase"] = "loading" if problem.status == 503 else "waiting"
+            if not said:
+                bar.write(f"oneaxis: {key}: {state}; waiting for it, at most {settings.start_timeout_s:g} s "
+                          "(serve.start_timeout_s)", file=sys.stderr)  # fmt: skip
+                said = True
             bar.set_description_str(f"endpoint: {state[:60]}")
             if time.monotonic() - began + pause_s > settings.start_timeout_s:
-                raise RunError(f"serve.base_url={settings.base_url}: not ready within "
-                               f"serve.start_timeout_s={settings.start_timeout_s:g}: {state}")  # fmt: skip
+                raise RunError(f"{key}: not ready within serve.start_timeout_s={settings.start_timeout_s:g}: {state}")
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, longest_s)
 
 
-def _models(endpoint: Endpoint) -> list[dict[str, Any]]:
-    said = endpoint.get("/v1/models")
+def _models_when_well(endpoint: Endpoint) -> list[dict[str, Any]]:
+    """Its models, once `/health` is well; a server that has no such page is asked for its models alone."""
     try:
-        models = json.loads(said)["data"]
-        assert all(isinstance(model["id"], str) for model in models)
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
-        raise UserError(f"{endpoint.base_url}/v1/models lists no models: {said[:100]!r}; allowed: a server that speaks "
-                        "OpenAI's protocol") from error  # fmt: skip
-    return list(models)
+        endpoint.ask("/health", timeout_s=5)
+    except NoAnswer as problem:
+        if problem.status is None or problem.status in (401, 403) or problem.passing:
+            raise
+    return _models(endpoint)
+
+
+def _models(endpoint: Endpoint) -> list[dict[str, Any]]:
+    path = "/v1/models"
+    said = endpoint.ask(path)
+    models = endpoint.read_object(path, said).get("data")
+    if not isinstance(models, list) or not all(
+        isinstance(model, dict) and isinstance(model.get("id"), str) for model in models
+    ):
+        raise RunError(f"serve.base_url={endpoint.base_url}: {path} lists no models: {shown(said)!r}; needed: a server "
+                       "that speaks OpenAI's protocol")  # fmt: skip
+    return models
 
 
 def _model(settings: ServeAttach, models: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,18 +4,33 @@ A sample's key is its name with its labels in sorted order, as Prometheus writes
 `vllm:num_requests_running{engine="0",model_name="oneaxis"}`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from oneaxis.errors import RunError
 
-def parse_metrics(text: str) -> dict[str, float]:
-    """Every sample of a Prometheus text page, by `name{label="value",...}`."""
-    return {
-        sample_key(sample.name, sample.labels): float(sample.value)
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+
+def parse_metrics(text: str, where: str = "/metrics") -> dict[str, float]:
+    """Every sample of a Prometheus text page, by `name{label="value",...}`.
+
+    Args:
+        where: the page's address, for errors.
+
+    Raises:
+        RunError: when it is no such page.
+    """
+    return {sample_key(name, labels): value for name, labels, value in _samples(text, where)}
+
+
+def _samples(text: str, where: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                yield sample.name, sample.labels, float(sample.value)
+    except (ValueError, LookupError, OverflowError) as error:
+        begins = " ".join(text[:200].split())[:100]
+        raise RunError(f"{where} is no page of Prometheus metrics, it begins {begins!r}: {error}") from error
 
 
 def sample_key(name: str, labels: Mapping[str, str]) -> str:
@@ -47,10 +62,10 @@ def metric_total(metrics: Mapping[str, float], name: str, **labels: str) -> floa
     return sum(values)
 
 
-def info_labels(text: str, name: str) -> dict[str, str]:
-    """Labels of the first sample called `name`: how vLLM reports its cache configuration."""
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == name:
-                return dict(sample.labels)
-    return {}
+def info_labels(text: str, name: str, where: str = "/metrics") -> dict[str, str]:
+    """Labels of the first sample called `name`: how vLLM reports its cache configuration.
+
+    Raises:
+        RunError: as `parse_metrics`.
+    """
+    return next((dict(labels) for found, labels, _ in _samples(text, where) if found == name), {})

@@ -17,8 +17,9 @@ from typing import Any
 import polars as pl
 
 from oneaxis.config.schema import Serve, ServeAttach
+from oneaxis.errors import RunError
 from oneaxis.serve.command import BATCH_INVARIANT, Device, kv_cache_bytes, num_threads
-from oneaxis.serve.endpoint import Endpoint
+from oneaxis.serve.endpoint import SERVER_INFO, Endpoint, shown
 from oneaxis.serve.engine import Engine
 from oneaxis.serve.log import kernels
 from oneaxis.serve.metrics import info_labels
@@ -47,7 +48,7 @@ def realised_config(engine: Endpoint, checkpoint: Path) -> dict[str, Any]:
         the engine does not tell; `cautions` what this machine computes otherwise than the checkpoint says.
 
     Raises:
-        RunError: when the engine does not answer.
+        RunError: when the engine does not answer, or with what cannot be read.
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     generation, recipe = checkpoint / "generation_config.json", checkpoint / "recipe.json"
@@ -57,12 +58,14 @@ def realised_config(engine: Endpoint, checkpoint: Path) -> dict[str, Any]:
         "recipe": json.loads(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {},
     }
     if isinstance(engine.settings, ServeAttach):
-        info, metrics = engine.offers("/server_info?config_format=json"), engine.offers("/metrics")
+        text, metrics = engine.offers(SERVER_INFO), engine.offers("/metrics")
+        info = engine.read_object(SERVER_INFO, text) if text is not None else None
         return compare_attached(
             engine.settings,
             card=engine.card,
-            server_info=json.loads(info) if info else None,
-            cache_labels=info_labels(metrics or "", "vllm:cache_config_info"),
+            # Another server's page of this name, such as SGLang's, tells nothing of what is looked for.
+            server_info=None if info and "vllm_config" not in info else info,
+            cache_labels=info_labels(metrics or "", "vllm:cache_config_info", f"{engine.base_url}/metrics"),
             same_checkpoint=_same_checkpoint(engine.card.get("root"), checkpoint),
             **documents,
         )
@@ -119,13 +122,20 @@ def compare_attached(
     Args:
         card: of `/v1/models`. server_info: None where there is no such page. cache_labels: empty without `/metrics`.
         same_checkpoint: whether it was loaded from this run's checkpoint; None when that cannot be seen.
+
+    Raises:
+        RunError: when `server_info` lacks what vLLM's has.
     """
     wishes = checkpoint_wishes(config, generation)
     differences: list[dict[str, Any]] = []
     unverified: list[str] = []
     if server_info is not None:
-        device: Device = "cpu" if "cpu" in str(server_info["vllm_config"].get("device_config")) else "gpu"
-        resolved = resolved_settings(server_info, cache_labels, device)
+        try:
+            device: Device = "cpu" if "cpu" in str(server_info["vllm_config"].get("device_config")) else "gpu"
+            resolved = resolved_settings(server_info, cache_labels, device)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise RunError(f"serve.base_url={settings.base_url}: its /server_info is not as vLLM's "
+                           f"({type(error).__name__}: {error}): {shown(str(server_info))}") from error  # fmt: skip
         differences += _quantization(None, wishes, resolved)
         if wishes["dtype"] and not _same(wishes["dtype"], resolved["dtype"]):
             differences.append({"key": "serve.dtype", "asked": f"checkpoint: {wishes['dtype']}",

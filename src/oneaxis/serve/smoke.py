@@ -63,7 +63,9 @@ def read_answer(kind: str, prompt: str, reply: dict[str, Any]) -> dict[str, Any]
         text = (choice["message"]["content"] if kind == "chat" else choice["text"]) or ""
         token_ids, counted = list(choice["token_ids"]), int(usage["completion_tokens"])
         prompt_ids = reply.get("prompt_token_ids") or choice.get("prompt_token_ids")
-        num_prompt = int(usage["prompt_tokens"])
+        num_prompt, reason = int(usage["prompt_tokens"]), str(choice["finish_reason"])
+        if not isinstance(text, str):
+            raise TypeError("a text")
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RunError(f"the engine's answer to {prompt!r} lacks {error}: {str(reply)[:200]}") from error
     if counted != len(token_ids) or (prompt_ids is not None and num_prompt != len(prompt_ids)):
@@ -76,15 +78,15 @@ def read_answer(kind: str, prompt: str, reply: dict[str, Any]) -> dict[str, Any]
         problems.append("empty")
     if len(token_ids) > 3 and len(set(token_ids)) == 1:
         problems.append("one token repeated")
-    if choice["finish_reason"] == "length" and counted != MAX_TOKENS:
+    if reason == "length" and counted != MAX_TOKENS:
         problems.append(f"finish_reason length after {counted} of {MAX_TOKENS} tokens")
-    if choice["finish_reason"] not in ("length", "stop"):
-        problems.append(f"finish_reason {choice['finish_reason']}")
+    if reason not in ("length", "stop"):
+        problems.append(f"finish_reason {reason}")
     return {
         "kind": kind,
         "prompt": prompt,
         "text": text,
-        "finish_reason": choice["finish_reason"],
+        "finish_reason": reason,
         "usage": {"prompt_tokens": num_prompt, "completion_tokens": counted},
         "sane": not problems,
         "problems": problems,
