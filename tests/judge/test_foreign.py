@@ -6,6 +6,7 @@ readers. Files that are made here by hand are called so.
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import polars as pl
 import pytest
 
 from oneaxis.cli import main
+from oneaxis.errors import UserError
 from oneaxis.judge.foreign import (
     METRICS,
     REQUEST_SCHEMA,
@@ -232,7 +234,8 @@ def test_appended_runs_folders_and_lists_are_repetitions(tmp_path: Path) -> None
     (tmp_path / "appended.json").write_text(f"{line}\n{line}\n")
     assert len(read_arm(tmp_path / "appended.json")) == 2
     assert len(read_arm(Path(f"{RECORDED}/guidellm.json,{RECORDED}/guidellm_poisson.json"))) == 2
-    (tmp_path / "notes.json").write_text("{}")
+    # What the tool leaves beside is no run.
+    (tmp_path / "appended.pytorch.json").write_text("[]")
     assert len(read_arm(tmp_path)) == 2
     summary = read_arm(RECORDED / "aiperf" / "profile_export_aiperf.json")[0]
     assert summary.requests.equals(recorded("aiperf").requests)
@@ -305,6 +308,13 @@ GUIDELLM = (RECORDED / "guidellm.json").read_text()
         ("a.json", json.dumps(VLLM | {"ttfts": [-0.01] * 10}), "request 0: ttfts is -0.01; allowed: 0 or more"),
         ("a.json", json.dumps(VLLM | {"itls": [[0.1, float("nan"), 0.2]] * 10}), "request 0: itls is nan; allowed: a"),
         ("a.json", json.dumps(VLLM | {"itls": [[0.1, -0.1]] * 10}), "request 0: itls is -0.1; allowed: 0 or more"),
+        ("a.json", json.dumps(VLLM | {"latencies": [0.001] * 10}),
+         "request 0: latencies is 0.001 s, ttfts 0.0620004 and itls 0.0853768 in all; allowed: ttfts and itls add up"),
+        ("a.json", json.dumps(VLLM | {"latencies": [0.2] * 10}), "request 0: latencies is 0.2 s, ttfts 0.0620004"),
+        ("a.json", GUIDELLM.replace('first_token_iteration": 1796041874.7512329', 'first_token_iteration": 1796041875'),
+         "benchmarks[0].requests.successful[0].info.timings.last_token_iteration is 1796041874.838649, "
+         "first_token_iteration 1796041875.000000; allowed: not before it"),
+        ("a.json", GUIDELLM.replace('"request_end": 1796041874.8414254', '"request_end": 17'), "request_end is 17.00"),
         ("a.json", json.dumps(VLLM | {"request_rate": "fast"}), "request_rate is fast; allowed: a finite number"),
         ("a.json", json.dumps(VLLM | {"errors": ["Traceback\nConnectionRefusedError: no"] * 10}),
          "all 10 requests failed: ConnectionRefusedError: no; allowed: a run with answers"),
@@ -326,6 +336,50 @@ def test_what_cannot_be_read_is_refused_in_one_line(
     assert said in told
     assert str(tmp_path / name.partition("_")[0])[:20] in told
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"value": 144.13', '"value": 14.13', "request_latency is 0.0141"),
+        (
+            '"request_end_ns": 1796043007895',
+            '"request_end_ns": 1796043007761',
+            "from request_start_ns to request_end_ns",
+        ),
+        ('"request_end_ns": 1796', '"request_end_ns": 1795', "s before request_start_ns; allowed: not before it"),
+    ],
+)
+def test_a_record_of_aiperf_that_cannot_be_is_refused(tmp_path: Path, old: str, new: str, said: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(RECORDED / "aiperf", folder)
+    records = folder / "profile_export.jsonl"
+    lines = records.read_text().splitlines()
+    assert old in lines[2]
+    records.write_text("\n".join([*lines[:2], lines[2].replace(old, new), *lines[3:]]))
+    with pytest.raises(UserError, match=f"profile_export.jsonl:3: .*{said}"):
+        read_arm(folder)
+
+
+@pytest.mark.parametrize("left", ["", "{}", '{"dat', '{"results": []}'])
+def test_a_broken_file_among_repetitions_is_named_and_not_passed_over(tmp_path: Path, left: str) -> None:
+    """Five runs, and what is left of a sixth; of AIPerf, whose runs have folders of their own, one of two."""
+    for k in range(5):
+        (tmp_path / f"a{k}.json").write_text(json.dumps(VLLM))
+    (tmp_path / "a5.json").write_text(left)
+    fault = "of no format that is read here" if left else "empty"
+    with pytest.raises(UserError, match=f"a5.json: {fault}; allowed in a folder of repetitions"):
+        read_arm(tmp_path)
+    for k in range(2):
+        shutil.copytree(RECORDED / "aiperf", tmp_path / "aiperf" / str(k))
+    assert len(read_arm(tmp_path / "aiperf")) == 2
+    broken = tmp_path / "aiperf" / "1" / "profile_export.jsonl"
+    broken.write_text(left)
+    with pytest.raises(UserError, match=f"profile_export.jsonl: {fault}"):
+        read_arm(tmp_path / "aiperf")
+    broken.unlink()
+    with pytest.raises(UserError, match=r"profile_export_aiperf\.json: a summary without its records"):
+        read_arm(tmp_path / "aiperf")
 
 
 @pytest.mark.parametrize("name", ["vllm_bench", "guidellm", "aiperf"])

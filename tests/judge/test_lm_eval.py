@@ -114,6 +114,7 @@ def test_equal_documents_are_told_apart(tmp_path: Path) -> None:
         ("{", r"samples_quiz_.*\.jsonl:1: not JSON"),
         (json.dumps({"doc_id": 0, "resps": []}), r"jsonl:1: has no arguments with as many filtered_resps"),
         (json.dumps(sample(0, [-1.0, -2.0], filtered_resps=["one", "two"])), "its answers are no log-probabilities"),
+        (json.dumps(sample(0, [-1.0, -2.0], filtered_resps=[[10**399], [-1]])), "its answers are no log-probabilities"),
         (json.dumps(sample(0, [-1.0], texts=(" a",))), "has 1 options; allowed: two options or more"),
         (json.dumps(sample(0, [-1.0, float("nan")])), "has a log-probability of NaN"),
         ("", "holds no samples"),
@@ -124,6 +125,25 @@ def test_what_is_none_of_lm_evals_is_refused_by_file_and_line(tmp_path: Path, li
     path.write_text(line + "\n")
     with pytest.raises(UserError, match=said):
         read_items(path, "quiz")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"n-shot": None}, "n-shot is None; allowed: examples by task"),
+        ({"config": {"model": float("nan")}}, "holds NaN or Infinity; allowed: finite numbers in config"),
+        ({"config": None}, "has no config; allowed: what lm-eval writes"),
+    ],
+)
+def test_results_of_another_shape_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any], said: str
+) -> None:
+    one, other = write_run(tmp_path / "b", RIGHT), write_run(tmp_path / "c", RIGHT, **more)
+    assert main(["judge", str(one), str(other)]) == 2
+    error = capsys.readouterr().err
+    assert f"results_{DATE}.json: " in error
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_the_newest_file_of_a_task_in_the_folder_of_one_model(tmp_path: Path) -> None:

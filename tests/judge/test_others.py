@@ -331,6 +331,10 @@ def test_two_tools_are_compared_in_what_both_have_and_cannot_decide(capsys: pyte
         (["{a},{model}", "{b}"], "the baseline holds runs of 2 models (m, n); allowed: repetitions of one"),
         (["{a},{guidellm}", "{b}"], "the baseline holds runs of 2 tools"),
         (["{a}", "{b}", "--metric", "speed"], "--metric=speed: no file has it; allowed: load/r10/ttft_p50_ms"),
+        (
+            ["{a}", "{b}", "--metric", "speed"],
+            "r10/itl_mean_ms, load/r10/output_tok_s, load/r10/achieved_rate_rps, load",
+        ),
         (["{a}", "{b}", "--metric", "ttft_p50_ms", "--better", "higher"], "of load/r10/ttft_p50_ms lower is better"),
         (["{a}", "{b}", "--bar", "1"], "--better, --bar and --margin belong to a metric"),
         (["{a}", "{folder}"], "no results of another tool, as the other has"),

@@ -12,7 +12,6 @@ Read in the source of AIPerf 0.13 (`common/models/record_models.py`, `metrics/ty
 - The summary says the model, the load and the version; `adj_*` in it counts failed requests, the others leave them out.
 """
 
-import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,8 @@ from typing import Any
 import polars as pl
 
 from oneaxis.errors import UserError
-from oneaxis.judge.foreign import REQUEST_SCHEMA, Run, number, numbers, parse, text_of
+from oneaxis.judge.document import LEAST_RPS, LONGEST_S, Node, as_node, digest, numbers, parse, refuse, text_of
+from oneaxis.judge.foreign import REQUEST_SCHEMA, Run
 
 TOOL = "AIPerf"
 RATES = ("constant", "poisson", "gamma")
@@ -33,21 +33,21 @@ def read(path: Path) -> list[Run]:
     Raises:
         UserError: it is broken, or one of the two files is not there.
     """
-    records, summary = _both(path)
-    about = parse(text_of(summary), summary)
+    records, summary = records_and_summary(path)
+    about = as_node(parse(text_of(summary), str(summary)), str(summary))
     prompts = _prompts(records.with_name("inputs.json"))
     rows, warmups, retokenised = [], 0, 0
-    for place, line in enumerate(text_of(records).splitlines(), 1):
+    for place, line in enumerate(text_of(records).split("\n"), 1):
         if not line.strip():
             continue
-        record = parse(line, records, place)
-        metadata, metrics = (record.get(key) if isinstance(record, dict) else None for key in ("metadata", "metrics"))
-        if not isinstance(metadata, dict) or not isinstance(metrics, dict):
-            raise UserError(f"{records}:{place}: has no metadata or metrics; allowed: a record of AIPerf")
-        if metadata.get("benchmark_phase") == "warmup":
+        where = f"{records}:{place}"
+        record = as_node(parse(line, where), where)
+        if "metadata" not in record.value or "metrics" not in record.value:
+            raise UserError(f"{where}: has no metadata or metrics; allowed: a record of AIPerf")
+        if record.node("metadata").text("benchmark_phase") == "warmup":
             warmups += 1
             continue
-        row, differs = _request(record, prompts, f"{records}:{place}")
+        row, differs = _request(record, prompts)
         rows.append(row)
         retokenised += differs
     notes = []
@@ -57,30 +57,38 @@ def read(path: Path) -> list[Run]:
     cut = sum(row["status"] == "cut" for row in rows)
     if cut:
         notes.append(f"{cut} requests were cancelled by the tool, and count as misses")
-    phase = _phase(about, summary)
-    rated = phase.get("type") in RATES
+    phase = _phase(about)
+    kind, rate, users = phase.text("type"), phase.number("rate", least=LEAST_RPS), phase.whole("concurrency")
+    rated = kind in RATES
+    if rated and rate is None:
+        raise UserError(f"{phase.at('rate')} is missing; allowed: requests a second")
     begun = min((row["sent_s"] for row in rows), default=0)
     for row in rows:
         # Nanoseconds since 1970 are more than a double holds: the difference first.
         row["intended_s"] = (row["intended_s"] - begun) / 1e9 if rated and row["intended_s"] is not None else None
         row["sent_s"] = (row["sent_s"] - begun) / 1e9
-    config = about.get("input_config", {})
-    models = [str(item.get("name")) for item in config.get("models", {}).get("items", [])]
-    endpoint = config.get("endpoint", {})
+    config = about.node("input_config")
+    models = ", ".join(str(item.text("name")) for item in config.node("models").nodes("items"))
+    endpoint, version = config.node("endpoint"), about.text("aiperf_version")
     return [Run(
-        tool=TOOL, version=about.get("aiperf_version"), source=records, model=", ".join(models), level=_level(phase),
-        asked_rps=phase.get("rate") if rated else None, random_arrivals=phase.get("type") != "constant",
+        tool=TOOL, version=version, source=records, model=models,
+        level=f"r{rate:g}" if rated else f"u{users}" if users else {"fixed_schedule": "x1"}.get(str(kind), str(kind)),
+        asked_rps=rate if rated else None, random_arrivals=kind != "constant",
         started_at=begun / 1e9 or None, intended_is="the issue by the rate limiter" if rated else None,
-        settings={"model": {"id": ", ".join(models)}, "declared": {}},
-        load={"type": phase.get("type"), "concurrency": phase.get("concurrency"), "endpoint": endpoint.get("type"),
-              "streaming": endpoint.get("streaming"), "extra": endpoint.get("extra")},
-        conditions={"tool": f"{TOOL} {about.get('aiperf_version')}"}, warmup=f"{warmups} requests",
+        settings={"model": {"id": models}, "declared": {}},
+        load={"type": kind, "concurrency": users, "endpoint": endpoint.raw("type"),
+              "streaming": endpoint.raw("streaming"), "extra": endpoint.raw("extra")},
+        conditions={"tool": f"{TOOL} {version}"}, warmup=f"{warmups} requests",
         requests=pl.DataFrame(rows, schema=REQUEST_SCHEMA).sort("sent_s", maintain_order=True), notes=notes,
     )]  # fmt: skip
 
 
-def _both(path: Path) -> tuple[Path, Path]:
-    """The records and the summary, given one of them."""
+def records_and_summary(path: Path) -> tuple[Path, Path]:
+    """Both files of a run, given one of them.
+
+    Raises:
+        UserError: the other is not beside it.
+    """
     if path.suffix == ".jsonl":
         records, named = path, re.sub(r"\.jsonl$", "_aiperf.json", path.name)
         options = [path.with_name(named), path.with_suffix(".json"), path.with_name("profile_export_aiperf.json")]
@@ -97,21 +105,13 @@ def _both(path: Path) -> tuple[Path, Path]:
     return found, path
 
 
-def _phase(about: Any, summary: Path) -> Mapping[str, Any]:
+def _phase(about: Node) -> Node:
     """The phase that was measured, as configured."""
-    phases = about.get("input_config", {}).get("phases") if isinstance(about, dict) else None
-    measured = [phase for phase in phases or [] if phase.get("kind") != "warmup"]
+    phases = about.node("input_config").nodes("phases")
+    measured = [phase for phase in phases if phase.text("kind") != "warmup"]
     if len(measured) != 1:
-        raise UserError(f"{summary}: has {len(measured)} measured phases; allowed: one load a file")
-    return dict(measured[0])
-
-
-def _level(phase: Mapping[str, Any]) -> str:
-    if phase.get("type") in RATES:
-        return f"r{phase.get('rate'):g}"
-    if phase.get("concurrency"):
-        return f"u{phase['concurrency']}"
-    return {"fixed_schedule": "x1"}.get(str(phase.get("type")), str(phase.get("type")))
+        raise UserError(f"{about.source}: has {len(measured)} measured phases; allowed: one load a file")
+    return measured[0]
 
 
 def _prompts(path: Path) -> dict[tuple[str, int], str]:
@@ -119,56 +119,62 @@ def _prompts(path: Path) -> dict[tuple[str, int], str]:
     if not path.is_file():
         return {}
     digests = {}
-    document = parse(text_of(path), path)
-    for session in document.get("data", []) if isinstance(document, dict) else []:
-        for turn, payload in enumerate(session.get("payloads", [])):
-            asked = payload.get("messages") or payload.get("prompt")
+    for session in as_node(parse(text_of(path), str(path)), str(path)).nodes("data"):
+        for turn, payload in enumerate(session.nodes("payloads")):
+            asked = digest(payload.raw("messages") or payload.raw("prompt"))
             if asked:
-                digests[str(session.get("session_id")), turn] = hashlib.sha256(str(asked).encode()).hexdigest()[:16]
+                digests[str(session.text("session_id")), turn] = asked
     return digests
 
 
-def _request(
-    record: Mapping[str, Any], prompts: Mapping[tuple[str, int], str], where: str
-) -> tuple[dict[str, Any], bool]:
-    """One request, as a row of `REQUEST_SCHEMA` but in nanoseconds, and whether the client counted other tokens."""
-    metadata, metrics = record["metadata"], record["metrics"]
+LAST_NS = 2**63 - 1
+APART_S, APART_SHARE = 0.010, 0.01
+"""Between what must be equal but for clocks and rounding, of which the larger counts."""
 
-    def value(name: str, unit: str) -> Any:
-        found = metrics.get(name)
-        if found is None:
-            return None
-        if found.get("unit") != unit:
-            raise UserError(f"{where}: {name} is in {found.get('unit')}; allowed: {unit}")
-        return found.get("value")
+
+def _request(record: Node, prompts: Mapping[tuple[str, int], str]) -> tuple[dict[str, Any], bool]:
+    """One request, as a row of `REQUEST_SCHEMA` but in nanoseconds, and whether the client counted other tokens."""
+    metadata, metrics = record.node("metadata"), record.node("metrics")
+
+    def measured(name: str, unit: str) -> Node:
+        found = metrics.node(name)
+        if found.value and found.raw("unit") != unit:
+            refuse(found.raw("unit"), found.at("unit"), unit)
+        return found
 
     def seconds(name: str) -> float | None:
-        found = value(name, "ms")
-        return None if found is None else number(found, f"{where}: {name}") / 1000
+        found = measured(name, "ms").number("value", most=1000 * LONGEST_S)
+        return None if found is None else found / 1000
 
     def count(name: str) -> int | None:
-        found = value(name, "tokens")
-        return None if found is None else int(number(found, f"{where}: {name}"))
+        return measured(name, "tokens").whole("value")
 
-    failed = record.get("error") is not None
-    status = "cut" if metadata.get("was_cancelled") else "failed" if failed else "ok"
+    error = record.node("error")
+    failed = record.raw("error") is not None
+    status = "cut" if metadata.flag("was_cancelled") else "failed" if failed else "ok"
     ok = status == "ok"
-    gaps = value("inter_chunk_latency", "ms")
-    ttft = seconds("time_to_first_token")
+    ttft, e2e = seconds("time_to_first_token"), seconds("request_latency")
     own, used = count("output_sequence_length"), count("usage_completion_tokens")
-    if gaps is None and ttft is not None:
+    chunks = measured("inter_chunk_latency", "ms")
+    gaps = None
+    if chunks.raw("value") is not None:
+        told = numbers(chunks.raw("value"), chunks.at("value"), most=1000 * LONGEST_S)
+        gaps = [gap / 1000 for gap in told]
+    elif ttft is not None:
         # One chunk has no gaps, and then AIPerf leaves the list out.
         gaps = []
-    if gaps is not None:
-        gaps = [gap / 1000 for gap in numbers(gaps, f"{where}: inter_chunk_latency")]
-    issued, sent = metadata.get("credit_issued_ns"), metadata.get("request_start_ns")
-    error = record.get("error") or {}
+    issued, sent, ended = (metadata.whole(name, most=LAST_NS)
+                           for name in ("credit_issued_ns", "request_start_ns", "request_end_ns"))  # fmt: skip
+    if sent is None:
+        raise UserError(f"{metadata.at('request_start_ns')} is missing; allowed: nanoseconds since 1970")
+    if ok:
+        _possible(record.source, ttft, e2e, gaps, None if ended is None else (ended - sent) / 1e9)
     return {
-        "prompt": prompts.get((str(metadata.get("conversation_id")), metadata.get("turn_index") or 0)),
-        "intended_s": None if issued is None else int(number(issued, f"{where}: credit_issued_ns")),
-        "sent_s": int(number(sent, f"{where}: request_start_ns")),
+        "prompt": prompts.get((str(metadata.text("conversation_id")), metadata.whole("turn_index") or 0)),
+        "intended_s": issued,
+        "sent_s": sent,
         "ttft_s": ttft if ok else None,
-        "e2e_s": seconds("request_latency") if ok else None,
+        "e2e_s": e2e if ok else None,
         "prompt_tokens": count("usage_prompt_tokens") or count("input_sequence_length") or count("error_isl"),
         "asked_output_tokens": None,
         "output_tokens": (own if used is None else used) if ok else None,
@@ -177,5 +183,30 @@ def _request(
         "cached_tokens": count("usage_prompt_cache_read_tokens"),
         "text": None,
         "status": status,
-        "error": str(error.get("message") or error.get("type")) if failed else None,
+        "error": str(error.text("message") or error.text("type")) if failed else None,
     }, bool(ok and used is not None and own is not None and own != used)
+
+
+def _possible(
+    where: str, ttft_s: float | None, e2e_s: float | None, gaps_s: list[float] | None, took_s: float | None
+) -> None:
+    """Raise UserError where the times of an answer contradict each other. All but `took_s` come from one clock, and of
+    chunks with content only; what an answer without its last chunk took is longer."""
+
+    def apart(one: float, other: float) -> bool:
+        return abs(one - other) > max(APART_S, APART_SHARE * other)
+
+    if took_s is not None and took_s < 0:
+        raise UserError(f"{where}: request_end_ns is {-took_s:.6g} s before request_start_ns; allowed: not before it")
+    if e2e_s is None:
+        return
+    if took_s is not None and took_s < e2e_s and apart(e2e_s, took_s):
+        raise UserError(f"{where}: request_latency is {e2e_s:.6g} s, and from request_start_ns to request_end_ns there "
+                        f"are {took_s:.6g}; allowed: at most that")  # fmt: skip
+    if ttft_s is None:
+        return
+    parts = ttft_s + sum(gaps_s or [])
+    if e2e_s < ttft_s - 1e-6 or (gaps_s and apart(e2e_s, parts)):
+        raise UserError(f"{where}: request_latency is {e2e_s:.6g} s, time_to_first_token {ttft_s:.6g} and "
+                        f"inter_chunk_latency {sum(gaps_s or []):.6g} in all; allowed: they add up to request_latency, "
+                        f"within {1000 * APART_S:g} ms or {APART_SHARE:.0%}")  # fmt: skip

@@ -192,7 +192,8 @@ def _claim(
     if metric not in names and units.kind_of(metric) not in by_tables:
         near = [name for name in names if name.rpartition("/")[2] == metric.rpartition("/")[2]]
         shown = near or [name for name in names if units.kind_of(name) != "none"]
-        listed = ", ".join(shown[:12]) or "none is there"
+        more = f" and {len(shown) - 12} more" if len(shown) > 12 else ""
+        listed = (", ".join(shown[:12]) or "none is there") + more
         raise UserError(f"--metric={metric}: neither folder has it; allowed: {listed}")
     usual = units.better_of(metric)
     if better and usual and better != usual and not metric.startswith("train_dpo/"):

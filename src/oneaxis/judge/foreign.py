@@ -16,7 +16,6 @@ as the files go, and by the same one in both arms:
 - Tokens per second and rates over the time from the first request sent to the last token of any.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -124,18 +123,19 @@ class Run:
 def is_foreign(path: Path) -> bool:
     """Whether a path (of a file, several joined by commas, or a folder) is for this module; broken files too."""
     parts = _parts(path)
-    return len(parts) > 1 or path.is_file() or bool(_inside(path))
+    return len(parts) > 1 or path.is_file() or any(map(sniff, _inside(path)))
 
 
 def read_arm(path: Path) -> list[Run]:
     """The runs under a path: each file, or each load in it, is one.
 
     Raises:
-        UserError: for a file that is none of these tools', is broken, or holds no requests that can be used.
+        UserError: for a file that is none of these tools', is broken, or holds no requests that can be used; in a
+            folder too, where it would be missed as a repetition.
     """
     files = []
     for part in _parts(path):
-        found = _inside(part) if part.is_dir() else [part]
+        found = _results(part) if part.is_dir() else [part]
         if not found:
             raise UserError(f"{part}: holds no results; allowed: {FORMATS}")
         files += found
@@ -153,14 +153,45 @@ def _parts(path: Path) -> list[Path]:
     return [path] if path.exists() or "," not in text else [Path(part) for part in text.split(",") if part]
 
 
+BESIDE = re.compile(
+    r".+\.pytorch\.json|"
+    r"(inputs|outputs|run_config|mlflow_export)\.json|(gpu_telemetry|server_metrics)_export\.jsonl?|"
+    r".+_(timeslices|server_metrics|aggregate|collated|sweep)\.json|"
+    r".+_(raw|server_metrics|gpu_telemetry|network_latency|accuracy)\.jsonl"
+)
+"""Names of what the tools leave beside their results: `vllm bench serve` for PyTorch's dashboard, AIPerf of what it
+sent and of other sources (0.13, `config/artifacts.py`; with a prefix of the user's before `_`). guidellm leaves none
+in JSON."""
+
+
 def _inside(path: Path) -> list[Path]:
-    """The files of results in a folder; AIPerf gives each run a folder of its own."""
+    """The files in a folder that ought to be results; AIPerf gives each run a folder of its own."""
     if not path.is_dir() or (path / "artifacts").is_dir():
         return []
     files = [*path.glob("*.json"), *path.glob("*.jsonl")]
-    files += [*path.glob("*/profile_export*.jsonl"), *path.glob("*/*/profile_export*.jsonl")]
-    # A summary of AIPerf's stands for the records beside it, and those are read.
-    return sorted(file for file in files if sniff(file) not in (None, "aiperf summary"))
+    for depth in ("*", "*/*"):
+        files += [*path.glob(f"{depth}/profile_export*.json"), *path.glob(f"{depth}/profile_export*.jsonl")]
+    return sorted(file for file in files if file.is_file() and not BESIDE.fullmatch(file.name))
+
+
+def _results(folder: Path) -> list[Path]:
+    """The files of results in a folder.
+
+    Raises:
+        UserError: for a file that is none, and nothing that a tool leaves beside.
+    """
+    from oneaxis.judge import aiperf
+
+    files = []
+    for file in _inside(folder):
+        kind = sniff(file)
+        if kind is None:
+            fault = "of no format that is read here" if file.stat().st_size else "empty"
+            raise UserError(f"{file}: {fault}; allowed in a folder of repetitions: {FORMATS}, and nothing else (take "
+                            "it out, or name the files, joined by commas)")  # fmt: skip
+        # A summary of AIPerf's stands for the records beside it, and those are read.
+        files.append(aiperf.records_and_summary(file)[0] if kind == "aiperf summary" else file)
+    return sorted(set(files))
 
 
 def sniff(path: Path) -> str | None:
@@ -193,59 +224,7 @@ def _read(path: Path) -> list[Run]:
     return guidellm.read(path) if kind == "guidellm" else aiperf.read(path)
 
 
-def parse(text: str, path: Path, line: int | None = None) -> Any:
-    """JSON of a file, or of one of its lines.
-
-    Raises:
-        UserError: where it is broken.
-    """
-    where = f"{path}:{line}" if line else str(path)
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        cut = " (cut off?)" if error.pos >= len(text.rstrip()) - 1 else ""
-        raise UserError(
-            f"{where}: not whole JSON: {error.msg} at character {error.pos}{cut}; allowed: {FORMATS}"
-        ) from error
-
-
-def text_of(path: Path) -> str:
-    """Of a file in UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8: {error}; allowed: {FORMATS}") from error
-
-
 # --- checks that all formats share ----------------------------------------------------------------------------------
-
-
-def number(value: Any, where: str, *, least: float | None = 0.0) -> float:
-    """A finite number, not under `least`.
-
-    Raises:
-        UserError: it is none, saying where.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UserError(f"{where} is {str(value)[:40]}; allowed: a finite number")
-    if least is not None and value < least:
-        raise UserError(f"{where} is {value:g}; allowed: {least:g} or more")
-    return float(value)
-
-
-def numbers(values: Any, where: str) -> list[float]:
-    """A list of finite numbers, none under 0.
-
-    Raises:
-        UserError: it is none, saying where.
-    """
-    if not isinstance(values, list):
-        raise UserError(f"{where} is {str(values)[:40]}; allowed: a list of numbers")
-    # Millions of gaps: one look at all of them, and one at each only where something is wrong.
-    # (A sum keeps a NaN, where min and max may pass it by.)
-    if all(type(value) is float for value in values) and math.isfinite(sum(values)) and min(values, default=0.0) >= 0:
-        return values
-    return [number(value, where) for value in values]
 
 
 def checked(run: Run) -> Run:

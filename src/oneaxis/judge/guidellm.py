@@ -13,15 +13,16 @@ Read in the source of guidellm 0.8.1 (`schemas/base/{request_stats,info}.py`, `b
 - `--constraint kind=max_duration` cuts requests off (`incomplete`).
 """
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from oneaxis.errors import UserError
-from oneaxis.judge.foreign import REQUEST_SCHEMA, SCHEDULE, Run, number, parse, text_of
+from oneaxis.judge.document import LEAST_RPS, LONGEST_S, Node, as_node, digest, parse, text_of
+from oneaxis.judge.foreign import REQUEST_SCHEMA, SCHEDULE, Run
 
 TOOL = "guidellm"
 STATUS = {"successful": "ok", "errored": "failed", "incomplete": "cut"}
@@ -36,27 +37,27 @@ def read(path: Path) -> list[Run]:
     Raises:
         UserError: it is broken, or lacks requests.
     """
-    report = parse(text_of(path), path)
-    benchmarks = report.get("benchmarks") if isinstance(report, dict) else None
-    if not isinstance(benchmarks, list) or not benchmarks:
+    report = as_node(parse(text_of(path), str(path)), str(path))
+    benchmarks = report.nodes("benchmarks")
+    if not benchmarks:
         raise UserError(f"{path}: holds no benchmarks; allowed: a report of guidellm that ran to its end")
     return [_run(benchmark, report, path) for benchmark in benchmarks]
 
 
-def _run(benchmark: Mapping[str, Any], report: Mapping[str, Any], path: Path) -> Run:
-    config, state = benchmark.get("config"), benchmark.get("scheduler_state")
-    groups = benchmark.get("requests")
-    if not isinstance(config, dict) or not isinstance(groups, dict) or not isinstance(state, dict):
+def _run(benchmark: Node, report: Node, path: Path) -> Run:
+    config, state, groups = (benchmark.node(key) for key in ("config", "scheduler_state", "requests"))
+    if not (config.value and state.value and groups.value):
         raise UserError(f"{path}: a benchmark has no config, scheduler_state or requests; allowed: guidellm 0.8")
     for group, counted in (("successful", "successful_requests"), ("errored", "errored_requests")):
-        held, made = len(groups.get(group) or []), state.get(counted)
-        if isinstance(made, int) and held < made:
+        held, made = len(groups.nodes(group)), state.whole(counted)
+        if made is not None and held < made:
             raise UserError(f"{path}: holds {held} of {made} {group} requests; allowed: all, without a "
                             "sample_size in --metrics")  # fmt: skip
-    strategy, backend = config.get("strategy", {}), config.get("backend", {})
-    kind = strategy.get("type_")
-    rows = [_request(found, STATUS[group], f"{path}: {group}[{place}]")
-            for group in STATUS for place, found in enumerate(groups.get(group) or [])]  # fmt: skip
+    strategy, backend = config.node("strategy"), config.node("backend")
+    kind, rate = strategy.text("type_"), strategy.number("rate", least=LEAST_RPS)
+    if kind in ("constant", "poisson") and rate is None:
+        raise UserError(f"{strategy.at('rate')} is missing; allowed: requests a second")
+    rows = [_request(found, STATUS[group]) for group in STATUS for found in groups.nodes(group)]
     rows = [row for row in rows if row["sent_s"] is not None]
     notes = []
     rows, left_out = _measured(rows, benchmark, config)
@@ -77,94 +78,96 @@ def _run(benchmark: Mapping[str, Any], report: Mapping[str, Any], path: Path) ->
     for row in rows:
         row["sent_s"] -= begun
         row["intended_s"] = None if row["intended_s"] is None else row["intended_s"] - begun
-    labels = report.get("config", {}).get("metadata", {}).get("labels", {})
-    about = report.get("metadata", {})
+    labels = report.node("config").node("metadata").node("labels")
+    about = report.node("metadata")
+    version, model = about.text("guidellm_version"), backend.text("model")
     scheduled = kind in SCHEDULED and not off
     return Run(
-        tool=TOOL, version=about.get("guidellm_version"), source=path, model=str(backend.get("model")),
-        level=_level(strategy), asked_rps=strategy.get("rate") if kind in ("constant", "poisson") else None,
+        tool=TOOL, version=version, source=path, model=str(model),
+        level=_level(strategy, kind, rate), asked_rps=rate if kind in ("constant", "poisson") else None,
         random_arrivals=kind == "poisson", started_at=begun or None, intended_is=SCHEDULE if scheduled else None,
-        settings={"model": {"id": backend.get("model")}, "declared": dict(labels)},
-        load={"strategy": kind, "request_format": backend.get("request_format"), "stream": backend.get("stream"),
-              "extras": backend.get("extras")},
-        conditions={"tool": f"{TOOL} {about.get('guidellm_version')}", "python": about.get("python_version"),
-                    "platform": about.get("platform")},
-        warmup=f"warm-up {_phase(config.get('warmup'))}, cool-down {_phase(config.get('cooldown'))}",
+        settings={"model": {"id": model}, "declared": {key: labels.text(key) for key in labels.value}},
+        load={"strategy": kind, "request_format": backend.raw("request_format"), "stream": backend.raw("stream"),
+              "extras": backend.raw("extras")},
+        conditions={"tool": f"{TOOL} {version}", "python": about.text("python_version"),
+                    "platform": about.text("platform")},
+        warmup=f"warm-up {_phase(config.node('warmup'))}, cool-down {_phase(config.node('cooldown'))}",
         requests=pl.DataFrame(rows, schema=REQUEST_SCHEMA).sort("sent_s", maintain_order=True), notes=notes,
     )  # fmt: skip
 
 
-def _level(strategy: Mapping[str, Any]) -> str:
-    kind = strategy.get("type_")
+def _level(strategy: Node, kind: str | None, rate: float | None) -> str:
     if kind in ("constant", "poisson"):
-        return f"r{strategy.get('rate'):g}"
+        return f"r{rate:g}"
     if kind == "concurrent":
-        return f"u{strategy.get('streams')}"
+        return f"u{strategy.whole('streams')}"
     return {"synchronous": "u1", "throughput": "all", "trace": "x1"}.get(str(kind), str(kind))
 
 
-def _phase(phase: Any) -> str:
-    if not isinstance(phase, dict) or (phase.get("percent") is None and phase.get("value") is None):
+def _phase(phase: Node) -> str:
+    percent, value = phase.number("percent"), phase.number("value")
+    if percent is None and value is None:
         return "none"
-    return f"{phase['percent']:.0%}" if phase.get("percent") is not None else f"{phase['value']:g}"
+    return f"{value:g}" if percent is None else f"{percent:.0%}"
 
 
-def _measured(
-    rows: Sequence[dict[str, Any]], benchmark: Mapping[str, Any], config: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], int]:
+def _measured(rows: Sequence[dict[str, Any]], benchmark: Node, config: Node) -> tuple[list[dict[str, Any]], int]:
     """The requests that were sent between warm-up and cool-down, and how many were not."""
-    if _phase(config.get("warmup")) == _phase(config.get("cooldown")) == "none":
+    if _phase(config.node("warmup")) == _phase(config.node("cooldown")) == "none":
         return list(rows), 0
-    window = benchmark.get("scheduler_metrics", {})
-    low, high = window.get("measure_start_time", 0.0), window.get("measure_end_time", float("inf"))
-    kept = [row for row in rows if low <= row["sent_s"] <= high]
+    window = benchmark.node("scheduler_metrics")
+    low, high = window.number("measure_start_time"), window.number("measure_end_time")
+    kept = [row for row in rows if (low or 0.0) <= row["sent_s"] and (high is None or row["sent_s"] <= high)]
     return kept, len(rows) - len(kept)
 
 
-def _request(found: Mapping[str, Any], status: str, where: str) -> dict[str, Any]:
+STEP_S = 0.001
+"""Moments of one request are of a wall clock, which may be set back a little between two of them."""
+
+
+def _request(found: Node, status: str) -> dict[str, Any]:
     """One request, as a row of `REQUEST_SCHEMA`."""
-    times = found.get("info", {}).get("timings", {})
-
-    def moment(name: str) -> float | None:
-        value = times.get(name)
-        return None if value is None else number(value, f"{where}: {name}", least=None)
-
-    sent, first, last = moment("request_start"), moment("first_token_iteration"), moment("last_token_iteration")
-    if status == "ok" and (sent is None or last is None):
-        raise UserError(f"{where}: has no request_start or last_token_iteration; allowed: a streamed answer's times")
-    given, made = found.get("input_metrics") or {}, found.get("output_metrics") or {}
-    prompt, exactly = _asked(found.get("request_args"), where)
+    info = found.node("info")
+    times = info.node("timings")
+    order = ("request_start", "first_token_iteration", "last_token_iteration", "request_end")
+    told = [(name, moment) for name in order if (moment := times.number(name, least=None)) is not None]
+    moments = dict(told)
+    sent, first, last = (moments.get(name) for name in order[:3])
     ok = status == "ok"
-    tokens = made.get("total_tokens")
-    text = found.get("output")
+    if ok and (sent is None or last is None):
+        raise UserError(f"{times.source}: {times.place} has no request_start or last_token_iteration; allowed: a "
+                        "streamed answer's times")  # fmt: skip
+    for (before, earlier), (after, later) in pairwise(told if ok else []):
+        if not earlier - STEP_S <= later <= earlier + LONGEST_S:
+            raise UserError(f"{times.at(after)} is {later:.6f}, {before} {earlier:.6f}; allowed: not before it, and at "
+                            f"most {LONGEST_S:g} s after")  # fmt: skip
+    given, made = found.node("input_metrics"), found.node("output_metrics")
+    prompt, exactly = _asked(found)
+    tokens, chunks = made.whole("total_tokens"), times.whole("token_iterations")
     return {
         "prompt": prompt,
-        "intended_s": moment("targeted_start"),
-        "sent_s": sent if sent is not None else moment("resolve_start"),
-        "ttft_s": number(first - sent, f"{where}: time to first token") if ok and first and sent else None,
-        "e2e_s": number(last - sent, f"{where}: time to last token") if ok and last and sent else None,
-        "prompt_tokens": _count(given.get("total_tokens"), f"{where}: prompt tokens"),
+        "intended_s": times.number("targeted_start", least=None),
+        "sent_s": sent if sent is not None else times.number("resolve_start", least=None),
+        "ttft_s": max(first - sent, 0.0) if ok and first is not None and sent is not None else None,
+        "e2e_s": max(last - sent, 0.0) if ok and last is not None and sent is not None else None,
+        "prompt_tokens": given.whole("total_tokens"),
         "asked_output_tokens": exactly,
-        "output_tokens": _count(tokens, f"{where}: output tokens") if ok else None,
-        "chunks": _count(times.get("token_iterations"), f"{where}: token_iterations") if ok else None,
+        "output_tokens": tokens if ok else None,
+        "chunks": chunks if ok else None,
         "gaps_s": None,
-        "cached_tokens": _count(given.get("cached_tokens"), f"{where}: cached_tokens"),
-        "text": hashlib.sha256(text.encode()).hexdigest()[:16] if isinstance(text, str) and text else None,
+        "cached_tokens": given.whole("cached_tokens"),
+        "text": digest(found.text("output")),
         "status": status,
-        "error": found.get("info", {}).get("error"),
+        "error": info.text("error"),
     }
 
 
-def _count(value: Any, where: str) -> int | None:
-    return None if value is None else int(number(value, where))
-
-
-def _asked(arguments: Any, where: str) -> tuple[str | None, int | None]:
+def _asked(found: Node) -> tuple[str | None, int | None]:
     """A digest of the prompt, and the output tokens where the server had to give exactly as many."""
-    if not isinstance(arguments, str):
+    where = found.at("request_args")
+    if not isinstance(found.raw("request_args"), str):
         return None, None
-    body = parse(arguments, Path(where)).get("body") or {}
-    prompt = body.get("messages") or body.get("prompt")
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    digest = hashlib.sha256(str(prompt).encode()).hexdigest()[:16] if prompt else None
-    return digest, int(limit) if limit and body.get("ignore_eos") else None
+    body = as_node(parse(found.raw("request_args"), where), where).node("body")
+    limit = body.whole("max_completion_tokens") or body.whole("max_tokens")
+    prompt = body.raw("messages") or body.raw("prompt")
+    return digest(prompt), limit if limit and body.flag("ignore_eos") else None

@@ -12,6 +12,7 @@ sections `model` and `score`. Without `results_*.json` nobody knows them, and th
 
 import ast
 import hashlib
+import json
 import math
 import re
 from collections import Counter
@@ -36,6 +37,9 @@ HEADLINES = ("acc_bytes", "acc_norm", "acc")
 """What is compared where nothing is claimed: the first of them that both runs have, per task."""
 NO_AXES = ("device", "batch_size", "max_batch_size")
 """Arguments of lm-eval's models that say how a score is computed and not of what; they count as conditions."""
+TOLD = ("config", "n-shot", "versions", "lm_eval_version", "transformers_version", "chat_template_sha",
+        "system_instruction_sha", "fewshot_as_multiturn")  # fmt: skip
+"""What is taken of a results_*.json; its scores are computed from the samples."""
 ITEM_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     "task": pl.String,
     "item_id": pl.String,
@@ -167,7 +171,7 @@ def _sample(line: Line) -> Sample:
     try:
         requests = [(str(each["arg_0"]), str(each["arg_1"])) for each in given.values()]
         logprobs = [float(one[0]) for one in answered]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise UserError(f"{line.where}: its answers are no log-probabilities ({str(answered)[:60]}); allowed: samples "
                         "of a multiple_choice task") from error  # fmt: skip
     if len(requests) < 2 or any(math.isnan(value) for value in logprobs):
@@ -194,7 +198,7 @@ def _answers(target: str, texts: Sequence[str]) -> tuple[int, ...] | None:
         return None
     try:
         value = ast.literal_eval(target)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         value = target
     named = [place for place, text in enumerate(texts) if text.strip() == str(value).strip()]
     if isinstance(value, str):
@@ -308,7 +312,14 @@ def _results(file: Path) -> Mapping[str, Any] | None:
     found = read_json(path)
     if not isinstance(found, dict) or not isinstance(found.get("config"), dict):
         raise UserError(f"{path}: has no config; allowed: what lm-eval writes")
-    return found
+    if not isinstance(found.get("n-shot", {}), dict):
+        raise UserError(f"{path}: n-shot is {str(found['n-shot'])[:40]}; allowed: examples by task")
+    told = {key: found[key] for key in TOLD if key in found}
+    try:
+        json.dumps(told, allow_nan=False)
+    except ValueError as error:
+        raise UserError(f"{path}: holds NaN or Infinity; allowed: finite numbers in {', '.join(TOLD)}") from error
+    return told
 
 
 def _settings(output: Output, tasks: Sequence[str]) -> dict[str, Any] | None:

@@ -132,8 +132,10 @@ def judge_others(
             fault = f"is of {len(chosen)} loads" if chosen else "no file has it"
             if metric.rpartition("/")[2] in OF_A_CLASS and not bound:
                 fault = "needs bounds (--goodput ttft:500 tpot:50)"
-            allowed = chosen or names
-            raise UserError(f"--metric={metric}: {fault}; allowed: {', '.join(allowed[:12])}")
+            allowed = ", ".join(chosen or names[: len(known)])
+            if not chosen and len(arms) > 1:
+                allowed += f"; and the same of {', '.join(each.level for each in arms[1:])}"
+            raise UserError(f"--metric={metric}: {fault}; allowed: {allowed}")
     else:
         headlines = (*HEADLINES, *OF_A_CLASS)
         chosen = [name for name in names if name.rpartition("/")[2] in headlines and _told(arms, name)]

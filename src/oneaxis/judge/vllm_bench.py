@@ -14,7 +14,6 @@ Read in the source of vLLM 0.32, `vllm/benchmarks/serve.py` and `lib/endpoint_re
 - The seed, the number of warm-ups and the version are not written. `--metadata KEY=VALUE` is, and names an axis here.
 """
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -24,7 +23,21 @@ from typing import Any
 import polars as pl
 
 from oneaxis.errors import UserError
-from oneaxis.judge.foreign import REQUEST_SCHEMA, Run, number, numbers, parse, text_of
+from oneaxis.judge.document import (
+    LEAST_RPS,
+    LONGEST_S,
+    Node,
+    as_node,
+    digest,
+    number,
+    numbers,
+    parse,
+    refuse,
+    text,
+    text_of,
+    whole,
+)
+from oneaxis.judge.foreign import REQUEST_SCHEMA, Run
 
 TOOL = "vllm bench serve"
 DETAILED = ("ttfts", "itls", "input_lens", "output_lens", "errors")
@@ -42,28 +55,31 @@ def read(path: Path) -> list[Run]:
     Raises:
         UserError: it is broken, or holds no requests of its own.
     """
-    text = text_of(path)
-    lines = [line for line in text.splitlines() if line.strip()]
-    if len(lines) > 1 and all(line.startswith("{") for line in lines):
-        return [_run(parse(line, path, place), path) for place, line in enumerate(lines, 1)]
-    return [_run(parse(text, path), path)]
+    whole_text = text_of(path)
+    # (Not splitlines: an answer may hold a separator of lines of Unicode's.)
+    lines = [(f"{path}:{place}", line) for place, line in enumerate(whole_text.split("\n"), 1) if line.strip()]
+    if len(lines) > 1 and all(line.startswith("{") for _, line in lines):
+        return [_run(as_node(parse(line, where), where), path) for where, line in lines]
+    return [_run(as_node(parse(whole_text, str(path)), str(path)), path)]
 
 
-def _run(document: Mapping[str, Any], path: Path) -> Run:
-    if not isinstance(document, dict):
-        raise UserError(f"{path}: holds no object; allowed: what vllm bench serve writes")
-    missing = [key for key in DETAILED if key not in document]
+def _run(document: Node, path: Path) -> Run:
+    missing = [key for key in DETAILED if key not in document.value]
     if missing:
-        why = "a benchmark of embeddings" if "input_lens" in document else "no requests of their own"
+        why = "a benchmark of embeddings" if "input_lens" in document.value else "no requests of their own"
         raise UserError(
-            f"{path}: {why} (no {', '.join(missing)}); allowed: recorded with --save-result --save-detailed"
+            f"{document.source}: {why} (no {', '.join(missing)}); allowed: recorded with --save-result --save-detailed"
         )
-    lists: dict[str, Sequence[Any]] = {key: document[key] for key in (*DETAILED, *OPTIONAL) if key in document}
-    num = len(document["ttfts"])
+    told = [*DETAILED, *(key for key in OPTIONAL if document.raw(key) is not None)]
+    lists = {key: document.raw(key) for key in told}
     for key, values in lists.items():
-        if not isinstance(values, list) or len(values) != num:
-            raise UserError(f"{path}: {key} is no list of {num}, as ttfts is; allowed: an entry a request")
-    rows = [_request({key: values[place] for key, values in lists.items()}, f"{path}: request {place}")
+        if not isinstance(values, list):
+            refuse(values, document.at(key), "a list with an entry a request")
+    num = len(lists["ttfts"])
+    for key, values in lists.items():
+        if len(values) != num:
+            raise UserError(f"{document.at(key)} is no list of {num}, as ttfts is; allowed: an entry a request")
+    rows = [_request({key: values[place] for key, values in lists.items()}, f"{document.source}: request {place}")
             for place in range(num)]  # fmt: skip
     notes = []
     ok = [row for row in rows if row["status"] == "ok"]
@@ -71,41 +87,43 @@ def _run(document: Mapping[str, Any], path: Path) -> Run:
         # Without a tokenizer and without usage the tool writes 1.
         rows = [row | {"output_tokens": None} for row in rows]
         notes.append("output_lens is 1 for answers of many chunks: the tool had neither usage nor a tokenizer")
-    if str(document.get("backend", document.get("endpoint_type"))).endswith("chat"):
+    backend = document.text("backend") or document.text("endpoint_type") or ""
+    if backend.endswith("chat"):
         rows, roles = _without_role(rows)
         if roles:
             notes.append(f"the first chunk of {roles} answers is the role and holds no token: TTFT is that of the next")
-    declared = document.get("failed")
+    declared = document.whole("failed")
     failed = num - len(ok)
-    if isinstance(declared, int) and declared != failed:
+    if declared is not None and declared != failed:
         notes.append(f"the tool counts {declared} failed requests, and {failed} gave no answer")
     if any(row["ttft_s"] == 0 for row in ok):
         rows = [row | {"ttft_s": None, "gaps_s": None, "chunks": None} for row in rows]
-    rate, users = document.get("request_rate"), document.get("max_concurrency")
+    rate, users = document.raw("request_rate"), document.whole("max_concurrency")
+    burstiness = document.number("burstiness")
     closed = rate in ("inf", None) or rate == float("inf")
     if closed:
         rows = [row | {"intended_s": None} for row in rows]
-    ramp = document.get("ramp_up_strategy")
-    asked = None if closed or ramp else number(rate, f"{path}: request_rate")
+    asked = None if closed or document.text("ramp_up_strategy") else document.number("request_rate", least=LEAST_RPS)
+    model = document.text("model_id")
     return Run(
-        tool=TOOL, version=None, source=path, model=str(document.get("model_id")),
+        tool=TOOL, version=None, source=path, model=str(model),
         level=_level(document, asked), asked_rps=asked,
-        random_arrivals=True, started_at=_date(document.get("date")),
-        intended_is=None if closed or "queue_times" not in document else "the arrival in the client's own queue",
-        settings={"model": {"id": document.get("model_id")}, "declared": _declared(document)},
-        load={"backend": document.get("backend", document.get("endpoint_type")),
-              "burstiness": document.get("burstiness", 1.0), "max_concurrency": users},
+        random_arrivals=True, started_at=_date(document.raw("date")),
+        intended_is=None if closed or "queue_times" not in lists else "the arrival in the client's own queue",
+        settings={"model": {"id": model}, "declared": _declared(document)},
+        load={"backend": backend, "burstiness": 1.0 if burstiness is None else burstiness, "max_concurrency": users},
         conditions={"tool": TOOL}, warmup=None,
         requests=pl.DataFrame(rows, schema=REQUEST_SCHEMA).sort("sent_s", maintain_order=True), notes=notes,
     )  # fmt: skip
 
 
-def _level(document: Mapping[str, Any], asked_rps: float | None) -> str:
+def _level(document: Node, asked_rps: float | None) -> str:
     if asked_rps is not None:
         return f"r{asked_rps:g}"
-    if document.get("ramp_up_strategy"):
-        return f"ramp{document.get('ramp_up_start_rps')}-{document.get('ramp_up_end_rps')}"
-    return f"u{document['max_concurrency']}" if document.get("max_concurrency") else "all"
+    if document.text("ramp_up_strategy"):
+        return f"ramp{document.number('ramp_up_start_rps')}-{document.number('ramp_up_end_rps')}"
+    users = document.whole("max_concurrency")
+    return f"u{users}" if users else "all"
 
 
 ROLE_GAP = 0.05
@@ -127,43 +145,57 @@ def _without_role(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
     return kept, roles
 
 
-def _declared(document: Mapping[str, Any]) -> dict[str, str]:
-    return {key: value for key, value in document.items() if isinstance(value, str) and not OWN.match(key)}
+def _declared(document: Node) -> dict[str, str | None]:
+    found = [key for key, value in document.value.items() if isinstance(value, str) and not OWN.match(key)]
+    return {str(text(key, document.at("a key"))): document.text(key) for key in found}
 
 
 def _date(text: Any) -> float | None:
     try:
         # Local time without a zone: good for the order of runs on one machine.
         return datetime.strptime(str(text), "%Y%m%d-%H%M%S").timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
+
+
+APART_S, APART_SHARE = 0.010, 0.01
+"""Between a latency and its parts, of which the larger counts: the tool takes all from one clock, and older releases
+also counted a last chunk without a token."""
 
 
 def _request(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     """One request, as a row of `REQUEST_SCHEMA`."""
-    ttft = number(found["ttfts"], f"{where}: ttfts")
-    tokens = int(number(found["output_lens"], f"{where}: output_lens"))
+    ttft = number(found["ttfts"], f"{where}: ttfts", most=LONGEST_S)
+    tokens = whole(found["output_lens"], f"{where}: output_lens")
     gaps = numbers(found["itls"], f"{where}: itls")
     sent = number(found["start_times"], f"{where}: start_times", least=None) if "start_times" in found else None
     # The semaphore is passed a moment after the request came to it; less than nothing is rounding.
-    waited = number(found["queue_times"], f"{where}: queue_times", least=-1e-3) if "queue_times" in found else None
-    e2e = number(found["latencies"], f"{where}: latencies") if "latencies" in found else ttft + sum(gaps)
+    waited = None
+    if "queue_times" in found:
+        waited = number(found["queue_times"], f"{where}: queue_times", least=-1e-3, most=LONGEST_S)
+    parts = ttft + sum(gaps)
+    e2e = number(found["latencies"], f"{where}: latencies", most=LONGEST_S) if "latencies" in found else parts
     # The reason of a failure may be an empty string; no failed request has output tokens.
-    failed = bool(found["errors"]) or tokens == 0
-    text = found.get("generated_texts")
+    error = text(found["errors"], f"{where}: errors")
+    failed = bool(error) or tokens == 0
+    # (What failed is cut anywhere; without streaming there is no first token.)
+    if not failed and ttft and (e2e < ttft - 1e-6 or abs(e2e - parts) > max(APART_S, APART_SHARE * parts)):
+        raise UserError(f"{where}: latencies is {e2e:.6g} s, ttfts {ttft:.6g} and itls {sum(gaps):.6g} in all; "
+                        "allowed: ttfts and itls add up to latencies, within "
+                        f"{1000 * APART_S:g} ms or {APART_SHARE:.0%}")  # fmt: skip
     return {
         "prompt": None,
         "intended_s": None if sent is None or waited is None else sent - max(waited, 0.0),
         "sent_s": sent,
         "ttft_s": None if failed else ttft,
         "e2e_s": None if failed else e2e,
-        "prompt_tokens": int(number(found["input_lens"], f"{where}: input_lens")),
+        "prompt_tokens": whole(found["input_lens"], f"{where}: input_lens"),
         "asked_output_tokens": None,
         "output_tokens": None if failed else tokens,
         "chunks": None if failed else len(gaps) + 1,
         "gaps_s": None if failed else gaps,
         "cached_tokens": None,
-        "text": hashlib.sha256(text.encode()).hexdigest()[:16] if isinstance(text, str) and text else None,
+        "text": digest(found.get("generated_texts")),
         "status": "failed" if failed else "ok",
-        "error": str(found["errors"]) if failed and found["errors"] else None,
+        "error": error if failed and error else None,
     }
