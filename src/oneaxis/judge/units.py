@@ -286,7 +286,9 @@ def _table(
         UserError: when it is no table, or lacks one of them.
     """
     table = record.results.table(stage, name)
-    for column in (*numbers, *others) if table is not None else ():
+    if table is None:
+        return None
+    for column in (*numbers, *others):
         found = table.schema.get(column)
         if found is None or (column in numbers and not (found.is_numeric() or found in (pl.Boolean, pl.Null))):
             path, said = record.results.folder / stage / name, "no column" if found is None else f"{found} in column"
