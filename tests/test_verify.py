@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from oneaxis.artifacts import ARTIFACTS, write_json, write_manifest
-from oneaxis.errors import UserError
+from oneaxis.cli import main
 from oneaxis.verify import other_settings, other_than_locked, verify
 
 DVC_YAML = """
@@ -69,9 +69,51 @@ def test_without_the_cache_a_folder_is_told_by_its_files(project: Path) -> None:
     assert "nfiles 3, not 2" in line
 
 
-def test_what_is_missing_and_a_broken_lock_are_said(project: Path) -> None:
+def test_what_is_missing_is_said(project: Path) -> None:
     (project / ARTIFACTS / "x.metrics.json").unlink()
     assert "x.metrics.json: missing, and dvc.lock has it" in verify(project)[0]
-    (project / "dvc.lock").write_text("a: [", encoding="utf-8")
-    with pytest.raises(UserError, match=r"dvc\.lock: not YAML"):
-        verify(project)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("dvc.lock", "a: [", "dvc.lock: not YAML"),
+        ("dvc.lock", "5", "dvc.lock: holds 5; allowed: an object with stages"),
+        ("dvc.lock", "", "dvc.lock: holds null; allowed"),
+        ("dvc.lock", "stages: 5", "dvc.lock: stages is 5; allowed: an object"),
+        ("dvc.lock", "stages: {x: [1]}", "dvc.lock: stages.x is [1]; allowed: an object"),
+        ("dvc.lock", "stages: {x: {outs: 5}}", "dvc.lock: stages.x.outs holds 5; allowed: objects with a path"),
+        ("artifacts/x/manifest.json", "[]", "manifest.json: holds []; allowed: an object"),
+        (
+            "artifacts/x/manifest.json",
+            '{"files": {}}',
+            "manifest.json: has no params; `dvc repro -f -s x` makes it anew",
+        ),
+        ("artifacts/x/manifest.json", '{"files": {"data": 5}}', "manifest.json: files.data is 5; allowed: an object"),
+        ("dvc.lock", None, "dvc.lock: missing: nothing says what artifacts should be"),
+        ("artifacts/x/manifest.json", None, "nothing was made yet: there is no artifacts/*/manifest.json"),
+    ],
+)
+def test_what_cannot_be_read_or_compared_is_one_line(
+    tmp_path: Path, file: str, text: str | None, said: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name in ("conf/config.yaml", "dvc.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "dvc.lock").write_text("stages: {}", encoding="utf-8")
+    folder = tmp_path / ARTIFACTS / "x"
+    folder.mkdir(parents=True)
+    write_manifest(folder, stage="x", params={"a": {"alpha": 0.5}}, notes={})
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify"]) == 0
+    capsys.readouterr()
+    if text is None:
+        (tmp_path / "dvc.lock").unlink()
+        (tmp_path / file).unlink(missing_ok=True)
+    else:
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    assert main(["verify"]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert said in printed.err

@@ -5,6 +5,8 @@ it, or None where what is wrong is no guard's (a run that failed, a percentile t
 """
 
 import json
+import math
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ import polars as pl
 
 from oneaxis.artifacts import write_manifest
 from oneaxis.multirun.record import read_status, write_status
-from tests.judge.records import CELL, edit
+from tests.judge.records import CELL, edit, write_run
 
 
 def every(paths: list[Path], file: str, change: Callable[[Any], Any]) -> None:
@@ -84,6 +86,7 @@ def another_seed(base: list[Path], cand: list[Path]) -> None:
 
 
 ALL, FIRST = slice(None), slice(1)
+TTFT = f"{CELL}/ttft_p50_ms"
 
 
 @dataclass(frozen=True)
@@ -106,15 +109,37 @@ def less_room(base: list[Path], cand: list[Path]) -> None:
     realised(base, cand, kv_cache_tokens=800)
 
 
+def measured(path: Path, count: int | None = None, **figures: float) -> None:
+    """Give a run requests, all with these figures (`ttft_p50_ms`), and the metrics that follow from them."""
+    other = path.with_name(f"other-{path.name}")
+    told = {f"{CELL}/{name}": value for name, value in figures.items()}
+    write_run(other, timings=told, **({} if count is None else {"calls": count}))
+    os.replace(other / "artifacts/sweep/requests.parquet", path / "artifacts/sweep/requests.parquet")
+    shutil.rmtree(other)
+    every([path], "sweep.metrics.json", lambda m: m.update(told | ({f"{CELL}/n": float(count)} if count else {})))
+
+
+def requests(base: list[Path], cand: list[Path], change: Callable[[pl.DataFrame], pl.DataFrame]) -> None:
+    """Change the table of one run, and nothing that was told of it."""
+    path = cand[0] / "artifacts" / "sweep" / "requests.parquet"
+    table = change(pl.read_parquet(path))
+    path.unlink()
+    table.write_parquet(path)
+
+
+def few(base: list[Path], cand: list[Path]) -> None:
+    measured(cand[0], 4, ttft_p50_ms=90.5)
+
+
 def noisy(base: list[Path], cand: list[Path]) -> None:
     for path, value in zip(cand, (80, 84, 88, 92, 96, 100), strict=True):
-        edit(path / "artifacts" / "sweep.metrics.json", lambda m, v=value: m.update({f"{CELL}/ttft_p50_ms": float(v)}))
+        measured(path, ttft_p50_ms=float(value))
 
 
 def slower(base: list[Path], cand: list[Path]) -> None:
     for path in cand:
-        edit(path / "artifacts" / "sweep.metrics.json", lambda m: m.update(
-            {f"{CELL}/ttft_p50_ms": m[f"{CELL}/ttft_p50_ms"] + 30}))  # fmt: skip
+        now = json.loads((path / "artifacts" / "sweep.metrics.json").read_text())[f"{CELL}/ttft_p50_ms"]
+        measured(path, ttft_p50_ms=now + 30)
 
 
 def five_pairs(base: list[Path], cand: list[Path]) -> None:
@@ -143,6 +168,7 @@ def stalled(base: list[Path], cand: list[Path]) -> None:
             .otherwise("token_times"),
             ended_s=pl.when(long).then(pl.col("intended_s") + 11.0).otherwise("ended_s"),
         )
+        edit(path / "artifacts" / "sweep.metrics.json", lambda m: m.update({f"{CELL}/e2e_p90_ms": 11000.0}))
         (path / "artifacts" / "sweep" / "requests.parquet").unlink()
         late.write_parquet(path / "artifacts" / "sweep" / "requests.parquet")
 
@@ -230,6 +256,30 @@ FAULTS: dict[str, Fault] = {
     "another GPU": Fault(
         14, "one run was on another GPU", provenance(lambda p: p["hardware"].update(gpus=["H100"])),
         "invalid", "gpus"),
+    "half the figure": Fault(
+        None, "", lambda base, cand: every(cand, "sweep.metrics.json", lambda m: m.update({TTFT: m[TTFT] / 2})),
+        "invalid", "c0: sweep/chat/r1/ttft_p50_ms is recorded as 45.25, and its own table gives 90.5"),
+    "half the requests": Fault(
+        None, "", partial(requests, change=lambda table: table.head(20)),
+        "invalid", "c0: sweep/chat/r1/n is recorded as 40, and its own table gives 20"),
+    "no requests": Fault(
+        None, "", partial(requests, change=lambda table: table.head(0)),
+        "invalid", "artifacts/sweep/requests.parquet of c0 is missing or empty"),
+    "no table": Fault(
+        None, "", lambda base, cand: (cand[0] / "artifacts/sweep/requests.parquet").unlink(),
+        "invalid", "artifacts/sweep/requests.parquet of c0 is missing or empty"),
+    "no numbers": Fault(
+        None, "", partial(requests, change=lambda table: table.with_columns(first_token_s=math.nan)),
+        "invalid", "requests.parquet of c0: first_token_s holds a value that is no finite number", "e2e_p50_ms"),
+    "no moments": Fault(
+        None, "", partial(requests, change=lambda table: table.with_columns(done_s=pl.lit(None, pl.Float64))),
+        "invalid", "requests.parquet of c0: done_s is missing in 40 of 40 rows"),
+    "another class": Fault(
+        None, "", partial(requests, change=lambda table: table.with_columns(service_class=pl.lit("x"))),
+        "invalid", "requests.parquet of c0: service_class x is none of load (default)"),
+    "three guards": Fault(
+        None, "", lambda base, cand: every(cand[:1], "sweep/guards.json", lambda held: held.__delitem__(slice(3, 99))),
+        "invalid", "c0 is INVALID: load: sweep/guards.json has no guard 3, 6, 7, 8, 9, 10, 13, 15"),
     "no guards": Fault(
         None, "", lambda base, cand: (base[0] / "artifacts/sweep/guards.json").unlink(),
         "invalid", "no guard vouches"),
@@ -237,7 +287,7 @@ FAULTS: dict[str, Fault] = {
     "half a run": Fault(
         None, "", lambda base, cand: shutil.rmtree(cand[4] / "artifacts/sweep"), "invalid", "no guard vouches"),
     "too few requests": Fault(
-        None, "", partial(metrics, runs=FIRST, n=4.0),
+        None, "", few,
         "unresolved", "a p50 needs 5 requests a run to be shown with 95% confidence; there are 4"),
     "not reached in one run": Fault(
         None, "", partial(metrics, runs=FIRST, ttft_p50_ms=None),

@@ -69,7 +69,9 @@ def write_run(
     right: Sequence[bool] | None = None,
     logp: float | None = None,
     timings: Mapping[str, float] | None = None,
-    e2e_s: Sequence[float] | None = None,
+    calls: int = 40,
+    slow: Mapping[int, float] | None = None,
+    peak: float | None = None,
 ) -> Path:
     """Write one job's record.
 
@@ -77,8 +79,10 @@ def write_run(
         nll: added to the NLL of each quantised sequence.
         right: which items are answered rightly by acc_bytes.
         logp: what training adds to the log-probability of chosen answers; None: not trained.
-        timings: metrics of serve and sweep.
-        e2e_s: per request of the one cell; 0.5 s by default.
+        timings: metrics of serve and sweep; the requests of the cell give its TTFT, E2E and goodput.
+        calls: requests of the cell.
+        slow: requests of it -> their E2E in seconds, all of it waiting for the first token.
+        peak: goodput of a second cell, `r2`, and the capacity; the cell then has goodput.
     """
     art = folder / "artifacts"
     measure = {"session": session, "repetition": repetition}
@@ -93,7 +97,7 @@ def write_run(
     _items(art, metrics, right if right is not None else [True] * 20 + [False] * 20)
     if logp is not None:
         _training(art, metrics, logp)
-    _serving(art, metrics, config, timings or {}, e2e_s or [0.5] * 40)
+    _serving(art, metrics, config, timings or {}, calls, slow or {}, peak)
     for stage, sections in STAGE_SECTIONS.items():
         if stage == "report":
             continue
@@ -152,7 +156,7 @@ def _training(art: Path, metrics: dict[str, dict[str, float]], gain: float) -> N
 
 def _serving(
     art: Path, metrics: dict[str, dict[str, float]], config: Mapping[str, Any], timings: Mapping[str, float],
-    e2e_s: Sequence[float],
+    calls: int, slow: Mapping[int, float], peak: float | None,
 ) -> None:  # fmt: skip
     asked = {key: config["serve"][key] for key in ("dtype", "max_num_seqs", "threads")} | {"kv_cache_dtype": "auto"}
     write_json(art / "serve" / "realised.json", {
@@ -164,20 +168,45 @@ def _serving(
          "recommendation": ""}
         for number in (5, 1, 2, 3, 6, 7, 8, 9, 10, 13, 15)
     ])  # fmt: skip
-    (art / "sweep" / "arrivals.parquet").write_text("arrivals")
-    rows = [
-        {"shape": "chat", "level": "r1", "rate_rps": 1.0, "request_id": f"r{k}",
-         "intended_s": float(k), "sent_s": float(k),
-         "first_token_s": k + took / 5, "done_s": k + took, "ended_s": k + took, "asked_prompt_tokens": 8,
-         "asked_output_tokens": 5, "prompt_tokens": 8, "output_tokens": 5, "chunks": 5,
-         "token_times": [k + took * j / 5 for j in range(1, 6)], "status": "ok", "error": None,
-         "finish_reason": "length"}
-        for k, took in enumerate(e2e_s)
-    ]  # fmt: skip
+    for name in ("arrivals", "draws", "server_histograms"):
+        (art / "sweep" / f"{name}.parquet").write_text(name)
+    goodputs = {"r1": timings.get(f"{CELL}/goodput_tok_s")} | ({} if peak is None else {"r2": peak})
+    rows = [row for level, goodput in goodputs.items() for row in _requests(level, timings, calls, slow, goodput)]
     pl.DataFrame(rows, schema=REQUEST_SCHEMA).write_parquet(art / "sweep" / "requests.parquet")
-    metrics["sweep"] = {f"{CELL}/n": float(len(rows)), f"{CELL}/prefix_hit_rate": 0.0}
+    metrics["sweep"] = {f"{CELL}/n": float(calls), f"{CELL}/prefix_hit_rate": 0.0}
+    if peak is not None:
+        metrics["sweep"]["sweep/chat/capacity_tok_s"] = peak
     for name, value in timings.items():
         metrics[name.partition("/")[0]][name] = value
+
+
+def _requests(
+    level: str, timings: Mapping[str, float], calls: int, slow: Mapping[int, float], goodput: float | None
+) -> list[dict[str, Any]]:
+    """Requests a second apart, all with the TTFT and E2E that is told (0.1 s, 0.5 s); the window makes the goodput."""
+
+    def told(latency: str, otherwise: float) -> float:
+        named = [value for name, value in timings.items() if name.startswith(f"{CELL}/{latency}_p")]
+        return named[0] / 1000 if named else otherwise
+
+    tokens = 5 if goodput is None else 256
+    rows = []
+    for k in range(calls):
+        first, took = told("ttft", min(0.1, told("e2e", 0.5) / 5)), told("e2e", 0.5)
+        if k in slow:
+            first, took = slow[k] - took + first, slow[k]
+        rows.append({
+            "shape": "chat", "level": level, "rate_rps": float(level[1:]), "service_class": "default",
+            "request_id": f"{level}{k}", "intended_s": float(k), "sent_s": float(k), "first_token_s": k + first,
+            "done_s": k + took, "ended_s": k + took, "asked_prompt_tokens": 8, "asked_output_tokens": tokens,
+            "prompt_tokens": 8, "output_tokens": tokens, "chunks": 5,
+            "token_times": [k + first + (took - first) * j / 4 for j in range(5)], "status": "ok", "error": None,
+            "finish_reason": "length",
+        })  # fmt: skip
+    if goodput is not None:
+        # The window runs to the last end: 256 tokens a request over it are the goodput.
+        rows[-1]["ended_s"] = 256 * calls / goodput
+    return rows
 
 
 def claim(metric: str, better: str, bar: float = 0.0, expected: float | None = None, **more: Any) -> dict[str, Any]:

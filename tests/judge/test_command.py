@@ -101,6 +101,11 @@ def test_a_run_that_recorded_fewer_sections_is_compared_in_those_that_both_have(
         (["{b}", "{c}", "--metric", "quantize/perplexity_after", "--better", "higher"], "allowed: lower, or --margin"),
         (["{b}", "{c}", "--metric", "quantize/perplexity_after", "--bar", "1", "--margin", "1"], "no --bar beside it"),
         (["{b}", "{c}", "--bar", "1"], "allowed: with --metric NAME"),
+        (["{b}", "{c}", "--metric", "score/quiz/acc_bytes", "--margin", "5"], "--margin=5: score/quiz/acc_bytes is a"),
+        (
+            ["{b}", "{c}", "--metric", "score/quiz/acc_bytes", "--bar", "1"],
+            "between 0 and 1; allowed: 0 or more, and le",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(
@@ -111,6 +116,53 @@ def test_mistakes_are_one_line_and_exit_2(
     assert printed.out == ""
     assert printed.err.startswith("oneaxis: ")
     assert printed.err.count("\n") == 1
+    assert said in printed.err
+
+
+SWAPPED = "calibrate/heldout_nll.parquet"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("sweep/requests.parquet", b"garbage" * 40, "no parquet table that can be read"),
+        ("sweep/requests.parquet", slice(300), "no parquet table that can be read"),
+        ("sweep/requests.parquet", SWAPPED, "no column shape; allowed: the table of requests"),
+        ("score/items_scored.parquet", SWAPPED, "no column acc_bytes_correct; allowed: the table that score writes"),
+        ("score/manifest.json", b"[]", "holds []; allowed: an object"),
+        ("sweep/manifest.json", b'{"params": {"load": null}}', "section load is null; allowed: an object of settings"),
+        ("sweep/manifest.json", b'{"params": {"load": {"duration_s": "x"}}}', "its section load has no service_class"),
+        ("sweep/manifest.json", b'{"files": {"a": 5}}', "files.a is 5; allowed: an object with bytes and sha256"),
+        ("sweep.provenance.json", b"null", "holds null; allowed: an object"),
+        ("sweep.provenance.json", b'{"lease": 5}', "lease is 5; allowed: an object or null"),
+        ("sweep.metrics.json", b"[]", "holds []; allowed: an object"),
+        ("sweep.metrics.json", b'{"sweep/chat/r1/ttft_p50_ms": NaN}', "ttft_p50_ms is NaN; allowed: a finite number"),
+        ("score.metrics.json", b'{"score/quiz/acc_bytes": "x"}', 'acc_bytes is "x"; allowed: a finite number'),
+        ("sweep/guards.json", b"[5]", "5 is no entry of it; allowed: an object with guard"),
+        ("sweep/guards.json", b'[{"guard": 1}]', "name is null in an entry; allowed: a text"),
+        ("serve/realised.json", b'{"resolved": []}', "resolved is []; allowed: an object"),
+        ("train_dpo/displacement.json", b'["severe"]', 'holds ["severe"]; allowed: an object'),
+    ],
+)
+def test_a_broken_record_is_one_line_with_its_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: bytes | slice | str, said: str
+) -> None:
+    timings = {"sweep/chat/r1/ttft_p50_ms": 100.0}
+    write_run(tmp_path / "b", timings=timings)
+    write_run(tmp_path / "c", timings=timings, config=settings(quantize__smooth__alpha=0.8))
+    for name in ("params.yaml", "status.json"):
+        (tmp_path / "c" / name).unlink()
+    artifacts = tmp_path / "c" / "artifacts"
+    if isinstance(content, str):
+        content = (artifacts / content).read_bytes()
+    elif isinstance(content, slice):
+        content = (artifacts / file).read_bytes()[content]
+    (artifacts / file).write_bytes(content)
+    metric = "score/quiz/acc_bytes" if file.startswith("score") else "sweep/chat/r1/ttft_p50_ms"
+    assert main(["judge", str(tmp_path / "b"), str(tmp_path / "c"), "--metric", metric]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert str(artifacts / file) in printed.err
     assert said in printed.err
 
 

@@ -140,6 +140,19 @@ def test_goodput_is_what_kept_the_bounds_in_both_arms(tmp_path: Path, capsys: py
     assert verdict["candidate_value"] == 0.0 < verdict["baseline_value"]
 
 
+@pytest.mark.parametrize("metric", ["attainment", "goodput_tok_s"])
+@pytest.mark.parametrize("runs", [6, 7])
+def test_what_the_baseline_does_not_reach_either_is_no_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], metric: str, runs: int
+) -> None:
+    """Gaps of 20 ms against a bound of 1 ms: 0 in both arms, in pairs and as two samples."""
+    words = sides(tmp_path, {}, runs=runs)
+    words[1] = ",".join(words[1].split(",")[:6])
+    verdict = judged(capsys, words, metric, "--goodput", "tpot:1", "--margin", "0.05", code=1)
+    assert (verdict["baseline_value"], verdict["candidate_value"], verdict["decision"]) == (0.0, 0.0, "unresolved")
+    assert verdict["reasons"][0].startswith("nothing to lose: the baseline is at 0")
+
+
 def test_attainment_of_one_file_a_side_has_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = sides(tmp_path, {"gap_s": 0.03}, runs=1, fail=2)
     verdict = judged(capsys, words, "attainment", *GOODPUT, code=1)
@@ -157,6 +170,10 @@ def test_attainment_of_one_file_a_side_has_an_interval(tmp_path: Path, capsys: p
         (["--goodput", "ttft:nan"], "--goodput ttft:nan"),
         (["--goodput", "ttft:5", "ttft:6"], "--goodput ttft:6"),
         (["--metric", "attainment"], "--metric=attainment: needs bounds (--goodput ttft:500 tpot:50)"),
+        (
+            ["--metric", "attainment", *GOODPUT, "--margin", "5"],
+            "--margin=5: load/r10/attainment is a share, between 0 and 1; allowed: 0 or more, and less than 1",
+        ),
     ],
 )
 def test_bounds_that_cannot_be_are_refused(

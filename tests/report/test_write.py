@@ -19,6 +19,7 @@ from oneaxis.report.facts import card, question
 from oneaxis.report.results import read_results
 from oneaxis.report.sections import preference
 from tests.quantize.checkpoints import scheme
+from tests.report.conftest import all_guards
 
 Make = Callable[..., Path]
 
@@ -221,9 +222,9 @@ def test_hostile_text_is_shown_not_run(artifacts: Make, tmp_path: Path) -> None:
 
 def test_failed_guard_makes_the_run_invalid_with_its_reason(artifacts: Make, tmp_path: Path) -> None:
     folder = artifacts()
-    write_json(folder / "sweep" / "guards.json", [
+    write_json(folder / "sweep" / "guards.json", all_guards(
         {"guard": 5, "name": "load fidelity", "valid": False, "evidence": {"lag_p99_ms": 812.0}, "reason": "sent late"},
-    ])  # fmt: skip
+    ))  # fmt: skip
     metrics, page, words = write(folder, tmp_path)
     assert (metrics["report/valid"], metrics["report/reasons"]) == (0, 1)
     assert "guard 5, load fidelity: sent late" in page.text
@@ -383,9 +384,9 @@ def test_broken_artifact_is_named(artifacts: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize("reason", ["short", "long " * 80])
 def test_card_has_at_most_60_words(artifacts: Make, reason: str) -> None:
     folder = artifacts()
-    write_json(folder / "sweep" / "guards.json", [
+    write_json(folder / "sweep" / "guards.json", all_guards(*(
         {"guard": i, "name": "x", "valid": False, "evidence": {}, "reason": reason} for i in range(5)
-    ])  # fmt: skip
+    )))  # fmt: skip
     results = read_results(folder)
     words = card(results, judge_run(results), "a name")
     assert len(words.split()) <= 60

@@ -207,6 +207,8 @@ def _claim(
         raise UserError(f"--bar={bar}: allowed: 0 or more, in the metric's unit")
     if margin is not None and (bar or not 0 <= margin < float("inf")):
         raise UserError(f"--margin={margin}: allowed: 0 or more, in the metric's unit, and no --bar beside it")
+    if said := units.share_problem(metric, bar, margin):
+        raise UserError(f"--{said}")
     return Claim.model_validate(
         {"metric": metric, "better": direction, "expected": None, "bar": float(bar), "margin": margin}
     )

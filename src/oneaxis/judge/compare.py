@@ -11,10 +11,12 @@ from typing import Any
 from oneaxis.config.schema import Claim, Gate
 from oneaxis.errors import UserError
 from oneaxis.judge import conditions, units
+from oneaxis.judge.founded import unfounded
 from oneaxis.judge.gate import Decision, Evidence, Word, decide, floor_of, under_the_floor, unsteady, weigh
-from oneaxis.judge.ledger import NAMES, OF_ANY_METRIC, OF_ONE_RUN, Entry, Finding, ledger
+from oneaxis.judge.ledger import NAMES, OF_ANY_METRIC, Entry, Finding, ledger
 from oneaxis.judge.records import UPSTREAM, Record, find_records
 from oneaxis.judge.units import Better, Problem
+from oneaxis.judge.validity import OF_ONE_RUN
 from oneaxis.multirun.record import Axis
 
 
@@ -195,7 +197,9 @@ def prepare(
             findings.append(conditions.bar_before_run(arms, stage, written_at, claim.expected, timed))
         evidence, found = _evidence(arms, claim, gate, timed)
         problems += found
-    if evidence and timed and stage == "sweep":
+    void = _unfounded(arms, claim.metric) if timed and stage == "sweep" else []
+    problems += void
+    if evidence and timed and stage == "sweep" and not void:
         size = abs(claim.expected or claim.bar or claim.margin or evidence.effect)
         findings.append(conditions.stalls(arms, claim.metric, size))
         findings.append(_peak(arms, claim, gate))
@@ -283,12 +287,23 @@ def _evidence(arms: conditions.Arms, claim: Claim, gate: Gate, timed: bool) -> t
     return weigh(units.kind_of(claim.metric), paired, gate.confidence), problems
 
 
+def _unfounded(arms: conditions.Arms, metric: str) -> list[Problem]:
+    """Why what was recorded of a load does not follow from its tables; a claim on goodput rests on the peak too."""
+    cell = units.CELL_LATENCY.match(metric)
+    peak = [_peak_of(cell["shape"])] if cell and cell["name"] == "goodput_tok_s" else []
+    return [problem for arm in arms for record in arm if record.ended for problem in unfounded(record, [metric, *peak])]
+
+
+def _peak_of(shape: str) -> str:
+    return f"sweep/{shape}/capacity_tok_s"
+
+
 def _peak(arms: conditions.Arms, claim: Claim, gate: Gate) -> Finding:
     """Guard 11 speaks of the peak: a claim on goodput at one rate must not cost the shape's capacity."""
     match = units.CELL_LATENCY.match(claim.metric)
     if not match or match["name"] != "goodput_tok_s":
         return Finding(11, {})
-    name = f"sweep/{match['shape']}/capacity_tok_s"
+    name = _peak_of(match["shape"])
     peaks = [[record.results.metrics.get(name) for record in arm] for arm in arms]
     known = [[value for value in arm if value is not None] for arm in peaks]
     if len(known[0]) < len(peaks[0]):

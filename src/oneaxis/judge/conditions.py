@@ -16,15 +16,15 @@ from typing import Any
 import polars as pl
 
 from oneaxis.config.axes import ABSENT
-from oneaxis.config.schema import STAGE_SECTIONS, service_classes
+from oneaxis.config.schema import STAGE_SECTIONS
 from oneaxis.draft.engine import ARGUMENT
+from oneaxis.judge.founded import figure, read_load, read_requests
 from oneaxis.judge.ledger import Finding
 from oneaxis.judge.records import UPSTREAM, Record, differences
 from oneaxis.judge.stalls import STALL_MADS, without_stalls
 from oneaxis.judge.units import CELL_LATENCY, Problem
 from oneaxis.judge.validity import differences as engine_differences
 from oneaxis.judge.validity import judge_run, why_invalid
-from oneaxis.load.metrics import capacity, summarise_cell
 from oneaxis.multirun.record import Axis
 
 STRAY_LOAD = 1.5
@@ -534,18 +534,18 @@ def stalls(arms: Arms, metric: str, claimed_effect: float) -> Finding:
     for arm, side in zip(arms, ("baseline", "candidate"), strict=True):
         counts, moves = 0, []
         for record in arm:
-            requests = record.results.table("sweep", "requests.parquet")
-            load = record.settings.get("load")
-            if requests is None or not load:
+            requests = read_requests(record)
+            if requests is None:
                 continue
+            load, _ = read_load(record)
             cells = requests if metric.endswith("/capacity_tok_s") else _cell(requests, metric)
             if cells is None or cells.is_empty():
                 continue
             kept = without_stalls(cells, load)
             counts += cells.height - kept.height
             if kept.height < cells.height:
-                values = [_recomputed(table, load, metric) for table in (cells, kept)]
-                moves.append(None if None in values else values[1] - values[0])  # type: ignore[operator]
+                before, after = (figure(record, table, metric) for table in (cells, kept))
+                moves.append(None if before is None or after is None else after - before)
         evidence[f"stalled_{side}"] = counts
         if not counts:
             continue
@@ -565,22 +565,3 @@ def _cell(requests: pl.DataFrame, metric: str) -> pl.DataFrame | None:
     if not match:
         return None
     return requests.filter((pl.col("shape") == match["shape"]) & (pl.col("level") == match["level"]))
-
-
-def _recomputed(requests: pl.DataFrame, load: Mapping[str, Any], metric: str) -> float | None:
-    """The metric from the requests alone."""
-    wanted = service_classes(load)
-    rows = [
-        {
-            "shape": shape,
-            "level": level,
-            "rate_rps": own["rate_rps"][0],
-            **summarise_cell(own, wanted, load["duration_s"]),
-        }
-        for (shape, level), own in requests.group_by("shape", "level", maintain_order=True)
-    ]
-    if metric.endswith("/capacity_tok_s"):
-        best = capacity(pl.DataFrame(rows, infer_schema_length=None))[metric.split("/")[1]]
-        return best["goodput_tok_s"] if best else None
-    value = rows[0].get(metric.rpartition("/")[2])
-    return None if value is None else float(value)

@@ -92,7 +92,8 @@ def weigh(kind: Kind, paired: Paired, confidence: float) -> Evidence:
     effect = values[1] - values[0]
     if kind == "exact":
         p = 0.0 if effect else 1.0
-        return Evidence(kind, *values, effect, effect, effect, 1, "none: the settings decide it", p, p, 0.0)
+        return Evidence(kind, *values, effect, effect, effect, 1, "none: the settings decide it", p, p, 0.0,
+                        share=paired.share)  # fmt: skip
     assert n >= 2
     deviation = float(np.std(other - one, ddof=1))
     shares = kind in ("items", "answers", "prompts")
@@ -115,7 +116,8 @@ def weigh(kind: Kind, paired: Paired, confidence: float) -> Evidence:
     if kind == "repetitions":
         p = sign_flip(other - one)
         return Evidence(kind, *values, effect, interval.ci_low, interval.ci_high, n, "sign-flip, exact, and paired t",
-                        p, p_t, deviation, (spread(one.tolist()), spread(other.tolist())))  # fmt: skip
+                        p, p_t, deviation, (spread(one.tolist()), spread(other.tolist())),
+                        share=paired.share)  # fmt: skip
     share = kind == "documents" and min(one.min(), other.min()) >= 0 and max(one.max(), other.max()) <= 1
     return Evidence(kind, *values, effect, interval.ci_low, interval.ci_high, n, "paired t", p_t, p_t, deviation,
                     share=share)  # fmt: skip
@@ -182,8 +184,10 @@ def decide(
     if low_value := under_the_floor(evidence, better, gate, margin):
         return low_value
     if margin is not None:
+        # What is measured or counted is never under 0, and a share never over 1.
+        ends = evidence.share or (better == "higher" and evidence.kind in ("repetitions", "requests", "exact"))
         room = evidence.baseline_value if better == "higher" else 1 - evidence.baseline_value
-        if evidence.share and room <= margin:
+        if ends and room <= margin:
             return Decision("unresolved", [
                 f"nothing to lose: the baseline is at {number(evidence.baseline_value)}, so whatever the candidate "
                 f"does it cannot lose more than the margin of {signed(-margin)}"

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from oneaxis.judge.guards import Guard
 from oneaxis.judge.units import Problem
+from oneaxis.judge.validity import OF_ONE_RUN
 
 NAMES = {
     1: "unique prompts",
@@ -30,8 +31,6 @@ NAMES = {
     14: "same conditions",
     15: "server truth",
 }
-OF_ONE_RUN = (1, 2, 3, 5, 6, 7, 8, 9, 10, 13, 15)
-"""Judged by each sweep itself; the others take two arms."""
 OF_ANY_METRIC = (4, 11, 12, 14)
 """These apply to whatever is compared, those of one run to a load."""
 

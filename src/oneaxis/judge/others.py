@@ -162,6 +162,8 @@ def claim_of(metric: str, better: Better | None, bar: float, margin: float | Non
         raise UserError(f"--bar={bar}: allowed: 0 or more, in the metric's unit")
     if margin is not None and (bar or not 0 <= margin < math.inf):
         raise UserError(f"--margin={margin}: allowed: 0 or more, in the metric's unit, and no --bar beside it")
+    if said := units.share_problem(metric, bar, margin):
+        raise UserError(f"--{said}")
     return Claim(metric=metric, better=usual or better or "lower", expected=None, bar=float(bar), margin=margin)
 
 
@@ -323,6 +325,7 @@ def weigh_arms(
         return None, [Problem("reject" if lost else "unresolved", said, "see why requests failed")]
     first, second = (np.asarray([value for value in side if value is not None]) for side in values)
     means = (float(first.mean()), float(second.mean()))
+    shares = units.is_share(name)
     if min(len(first), len(second)) == 1:
         if evidence := _over_requests(arms, name, from_intended, means, gate.confidence):
             return evidence, []
@@ -331,13 +334,14 @@ def weigh_arms(
                 f"run on a side; a claim about a timing needs {needed} runs a side")  # fmt: skip
         return None, [Problem("unresolved", said, f"measure {needed} runs a side, the arms in turn")]
     if len(first) == len(second) and in_pairs:
-        return weigh("repetitions", Paired(first, second, *means), gate.confidence), []
+        return weigh("repetitions", Paired(first, second, *means, share=shares), gate.confidence), []
     found = two_samples(first, second, gate.confidence)
     spreads = (spread(first.tolist()), spread(second.tolist()))
     said = "the runs are not in pairs: they are compared as two samples"
     return Evidence(
         "repetitions", *means, means[1] - means[0], found.ci_low, found.ci_high, min(len(first), len(second)),
         "permutation of two samples, and Welch's t", found.p_value, found.p_welch, found.deviation, spreads,
+        share=shares,
     ), [Problem("warning", said)]  # fmt: skip
 
 
@@ -386,7 +390,7 @@ def _over_requests(
         return None
     how = "bootstrap over requests, " + ("paired by prompt" if paired else "not paired")
     return Evidence("requests", *means, means[1] - means[0], found.ci_low, found.ci_high, min(sizes), how,
-                    found.p_value, found.p_value, found.deviation)  # fmt: skip
+                    found.p_value, found.p_value, found.deviation, share=units.is_share(name))  # fmt: skip
 
 
 def same_prompts(one: Run, other: Run) -> str | None:

@@ -15,6 +15,7 @@ from oneaxis.config.axes import ABSENT, flatten, is_no_axis, same
 from oneaxis.config.compose import PARAMS, read_params
 from oneaxis.errors import UserError
 from oneaxis.multirun.record import Status, read_status
+from oneaxis.recorded import check_sections
 from oneaxis.report.results import Results, read_results
 
 CHECKPOINT = ("fetch_model", "prepare_data", "sample_pairs", "filter_pairs", "train_dpo", "calibrate", "quantize")
@@ -100,10 +101,14 @@ def read_record(path: Path, name: str, repetition: int | None = None) -> Record:
     settings, stale = recorded, []
     if is_job and (path / PARAMS).is_file():
         settings = {key: value for key, value in read_params(path).items() if key != "paths"}
+        check_sections(path / PARAMS, settings)
         stale = [
             stage
             for stage, manifest in results.manifests.items()
-            if any(differences({key: settings.get(key, {})}, {key: value}) for key, value in manifest["params"].items())
+            if any(
+                differences({key: settings.get(key, {})}, {key: value})
+                for key, value in manifest.get("params", {}).items()
+            )
         ]
     if repetition is None:
         repetition = int(settings.get("measure", {}).get("repetition", 0))

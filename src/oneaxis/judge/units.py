@@ -34,6 +34,7 @@ import numpy as np
 import polars as pl
 
 from oneaxis.diverge.measure import per_prompt
+from oneaxis.errors import UserError
 from oneaxis.judge.records import Record
 from oneaxis.load.levels import LABEL, level_name
 from oneaxis.load.metrics import requests_needed
@@ -88,6 +89,8 @@ class Paired:
     candidate_value: float
     num_tasks: int = 0
     """Of copies: the strings, several in a unit."""
+    share: bool = False
+    """The metric is a share by its definition (`is_share`)."""
 
 
 def kind_of(metric: str) -> Kind:
@@ -163,6 +166,25 @@ def better_of(metric: str) -> Better | None:
     return None
 
 
+def is_share(metric: str) -> bool:
+    """Whether a metric lies between 0 and 1 by its definition, so that no more than all of it can be gained or lost."""
+    if kind_of(metric) in ("items", "answers", "prompts", "copies"):
+        return True
+    if extracted := EXTRACTED.match(metric):
+        return extracted["measure"] != "tokens"
+    name = metric.rpartition("/")[2]
+    shares = r"attainment|accepted_at_\d+|top1_agreement|transferred_share|answers_equal"
+    return re.fullmatch(shares, name) is not None
+
+
+def share_problem(metric: str, bar: float, margin: float | None) -> str:
+    """What is wrong with a bar or a margin on a share that no outcome could reach; empty where nothing is."""
+    name, value = ("margin", margin) if margin is not None else ("bar", bar)
+    if value < 1 or not is_share(metric):
+        return ""
+    return f"{name}={value:g}: {metric} is a share, between 0 and 1; allowed: 0 or more, and less than 1"
+
+
 def unit_of_measure(metric: str) -> str:
     """The unit in which a metric's value stands."""
     for ending, unit in (("_tok_s", "tok/s"), ("_rps", "req/s"), ("_ms", "ms"), ("_s", "s")):
@@ -231,8 +253,10 @@ def _changed(record: Record) -> bool:
 
 def _nll(metric: str, record: Record) -> pl.DataFrame | Problem:
     """NLL per token of what the metric speaks of; an arm that is not quantised is measured as calibrated."""
-    after = record.results.table("quantize", "heldout_nll.parquet")
-    before = record.results.table("calibrate", "heldout_nll.parquet")
+    after, before = (
+        _table(record, stage, "heldout_nll.parquet", ("sequence", "position", "nll"))
+        for stage in ("quantize", "calibrate")
+    )
     if metric.startswith("calibrate/") or not _changed(record):
         return _missing(record, "calibrate/heldout_nll.parquet") if before is None else before
     return _missing(record, "quantize/heldout_nll.parquet") if after is None else after
@@ -242,12 +266,34 @@ def _moved(metric: str, record: Record) -> pl.DataFrame | Problem:
     """How far each token moved from the policy's float32, as column nll; where nothing was changed, not at all."""
     column, same = MOVED[metric]
     if _changed(record):
-        table = record.results.table("quantize", "quality.parquet")
+        table = _table(record, "quantize", "quality.parquet", ("sequence", "position", column))
         if table is None:
             return _missing(record, "quantize/quality.parquet")
         return table.with_columns(nll=pl.col(column).cast(pl.Float64))
     before = _nll("calibrate/nll", record)
     return before if isinstance(before, Problem) else before.with_columns(nll=pl.lit(same))
+
+
+def _table(
+    record: Record, stage: str, name: str, numbers: Sequence[str] = (), others: Sequence[str] = ()
+) -> pl.DataFrame | None:
+    """A table of a stage that has these columns; None when it is absent or has no rows.
+
+    Args:
+        numbers: columns that are computed with (true and false are numbers too).
+
+    Raises:
+        UserError: when it is no table, or lacks one of them.
+    """
+    table = record.results.table(stage, name)
+    if table is None:
+        return None
+    for column in (*numbers, *others):
+        found = table.schema.get(column)
+        if found is None or (column in numbers and not (found.is_numeric() or found in (pl.Boolean, pl.Null))):
+            path, said = record.results.folder / stage / name, "no column" if found is None else f"{found} in column"
+            raise UserError(f"{path}: {said} {column}; allowed: the table that {stage} writes (`oneaxis verify`)")
+    return table
 
 
 def _sequences(metric: str, baseline: Record, candidate: Record) -> Paired | Problem:
@@ -298,7 +344,7 @@ def _copies(baseline: Record, candidate: Record) -> Paired | Problem:
                            "equal scores prove nothing", "claim another metric, or set calibrate.copying.sequences "
                            "higher")  # fmt: skip
         stage = "quantize" if _changed(record) else "calibrate"
-        table = record.results.table(stage, "copy.parquet")
+        table = _table(record, stage, "copy.parquet", ("sequence", "num_tokens", "exact"), ("kind", "task"))
         if table is None:
             return _missing(record, f"{stage}/copy.parquet")
         tables.append(table.sort("kind", "sequence", "task"))
@@ -318,7 +364,7 @@ def _items(metric: str, baseline: Record, candidate: Record) -> Paired | Problem
     _, task, scorer = metric.split("/")
     columns = []
     for record in (baseline, candidate):
-        table = record.results.table("score", "items_scored.parquet")
+        table = _table(record, "score", "items_scored.parquet", (f"{scorer}_correct",), ("task", "item_id"))
         if table is None:
             return _missing(record, "score/items_scored.parquet")
         own = table.filter(pl.col("task") == task).select("item_id", right=pl.col(f"{scorer}_correct")).drop_nulls()
@@ -340,7 +386,8 @@ def _heldout_pairs(metric: str, baseline: Record, candidate: Record) -> Paired |
     """Log-probabilities per held-out pair. An untrained arm stands where the trained one began."""
     match = TRAINED.match(metric)
     assert match
-    arms = _trained(baseline, candidate, "heldout.parquet")
+    numbers = [f"{side}_{when}" for side in ("chosen", "rejected") for when in ("before", "after")]
+    arms = _trained(baseline, candidate, "heldout.parquet", numbers, ["pair_id"])
     if isinstance(arms, Problem):
         return arms
     columns = []
@@ -361,9 +408,11 @@ def _heldout_pairs(metric: str, baseline: Record, candidate: Record) -> Paired |
     return Paired(first, second, float(first.mean()), float(second.mean()))
 
 
-def _trained(baseline: Record, candidate: Record, file: str) -> list[tuple[pl.DataFrame, bool]] | Problem:
+def _trained(
+    baseline: Record, candidate: Record, file: str, numbers: Sequence[str], others: Sequence[str]
+) -> list[tuple[pl.DataFrame, bool]] | Problem:
     """Of both arms the table of train_dpo to read, and whether the arm was not trained and it is the other's."""
-    tables = [record.results.table("train_dpo", file) for record in (baseline, candidate)]
+    tables = [_table(record, "train_dpo", file, numbers, others) for record in (baseline, candidate)]
     untrained = [record.settings.get("train", {}).get("kind") == "none" for record in (baseline, candidate)]
     for record, table, none in zip((baseline, candidate), tables, untrained, strict=True):
         if table is None and not none:
@@ -380,7 +429,12 @@ def _benign_prompts(metric: str, baseline: Record, candidate: Record) -> Paired 
     An untrained arm stands where the trained one began.
     """
     escape, answered = ESCAPE.match(metric), ANSWERED.match(metric)
-    arms = _trained(baseline, candidate, "escapes.parquet" if escape else "answers.parquet")
+    if escape:
+        arms = _trained(baseline, candidate, "escapes.parquet", ["logp"], ["escape", "moment", "probe_id"])
+    else:
+        assert answered
+        numbers = [f"{answered['share']}_{when}" for when in ("before", answered["when"])]
+        arms = _trained(baseline, candidate, "answers.parquet", numbers, ["probe_id"])
     if isinstance(arms, Problem):
         return arms
     columns = []
@@ -416,8 +470,8 @@ def _repeated_prompts(metric: str, baseline: Record, candidate: Record) -> Paire
     assert match
     asked, values, repeats = [], [], []
     for record in (baseline, candidate):
-        outputs = record.results.table("diverge", "outputs.parquet")
-        prompts = record.results.table("diverge", "prompts.parquet")
+        outputs = _table(record, "diverge", "outputs.parquet", ("prompt", "repeat"), ("level", "token_ids"))
+        prompts = _table(record, "diverge", "prompts.parquet", others=("prompt",))
         if outputs is None or prompts is None:
             return _missing(record, f"diverge/{'outputs' if outputs is None else 'prompts'}.parquet")
         asked.append(prompts.sort("prompt"))
@@ -441,7 +495,7 @@ def _documents(metric: str, baseline: Record, candidate: Record) -> Paired | Pro
     assert match
     columns, asked = [], []
     for record in (baseline, candidate):
-        table = record.results.table("extract", "answers.parquet")
+        table = _table(record, "extract", "answers.parquet", (match["measure"],), ("document_id", "condition", "kind"))
         if table is None:
             return _missing(record, "extract/answers.parquet")
         own = of_part(table, match["part"]).select("document_id", "condition", value=match["measure"])
@@ -483,7 +537,7 @@ def _repetitions(metric: str, baseline: Sequence[Record], candidate: Sequence[Re
     if any(absent):
         return _not_there(metric, absent, len(runs))
     first, second = (np.asarray(arm, dtype=np.float64) for arm in values)
-    return Paired(first, second, float(first.mean()), float(second.mean()))
+    return Paired(first, second, float(first.mean()), float(second.mean()), share=is_share(metric))
 
 
 def _exact(metric: str, baseline: Sequence[Record], candidate: Sequence[Record]) -> Paired | Problem:
@@ -497,7 +551,7 @@ def _exact(metric: str, baseline: Sequence[Record], candidate: Sequence[Record])
             said = f"{metric} differs between runs of one arm ({', '.join(f'{value:g}' for value in sorted(values))})"  # type: ignore[type-var]
             return Problem("invalid", said, "find what else had a part in it (artifacts/serve/realised.json)")
         found.append(float(values.pop()))  # type: ignore[arg-type]
-    return Paired(np.array(found[:1]), np.array(found[1:]), found[0], found[1])
+    return Paired(np.array(found[:1]), np.array(found[1:]), found[0], found[1], share=is_share(metric))
 
 
 def _not_there(metric: str, absent: Sequence[int], n: int) -> Problem:

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from oneaxis.report.results import Results
 
 
+OF_ONE_RUN = (1, 2, 3, 5, 6, 7, 8, 9, 10, 13, 15)
+"""The guards that each sweep itself judges; the others take two arms."""
+SINCE = {8: "draws.parquet", 15: "server_histograms.parquet"}
+"""Guards that older sweeps did not have -> the file of the sweep that came with them."""
+
+
 @dataclass(frozen=True)
 class Validity:
     """VALID or INVALID with every reason, and what to keep in mind either way."""
@@ -78,10 +84,17 @@ def _load(results: "Results") -> list[tuple[int | None, str]]:
     guards = results.document("sweep", "guards.json")
     if not guards:
         return [(None, "load: no guard vouches for it (sweep wrote no guards.json)")]
-    return [
+    failed: list[tuple[int | None, str]] = [
         (guard["guard"], f"guard {guard['guard']}, {guard['name']}: {guard['reason']}")
         for guard in guards if not guard["valid"]
     ]  # fmt: skip
+    recorded = {guard["guard"] for guard in guards}
+    files = results.manifests.get("sweep", {}).get("files", {})
+    absent = [number for number in OF_ONE_RUN if number not in recorded]
+    absent = [number for number in absent if number not in SINCE or SINCE[number] in files]
+    if absent:
+        failed.append((None, f"load: sweep/guards.json has no guard {', '.join(map(str, absent))}"))
+    return failed
 
 
 def _leases(results: "Results", timed: Sequence[str]) -> list[tuple[int | None, str]]:

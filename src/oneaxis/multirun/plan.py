@@ -559,7 +559,7 @@ def _concrete_claims(
     Raises:
         UserError: for a metric that a point will not have, as far as its settings tell.
     """
-    from oneaxis.judge.units import better_of
+    from oneaxis.judge.units import better_of, share_problem
 
     claims = []
     for claim in composed[0].config.experiment.claims:
@@ -570,6 +570,8 @@ def _concrete_claims(
         if usual and claim.better != usual and not metric.startswith("train_dpo/"):
             raise UserError(f"experiment.claims: {claim.metric}: better={claim.better}; allowed: {usual}, or a margin "
                             "that may be lost")  # fmt: skip
+        if said := share_problem(metric, claim.bar, claim.margin):
+            raise UserError(f"experiment.claims: {said}")
         claims.append({**claim.model_dump(mode="json"), "metric": metric})
     names = [claim["metric"] for claim in claims]
     for name in names:

@@ -10,10 +10,26 @@ from typing import Any
 
 import polars as pl
 
-from oneaxis.artifacts import MANIFEST, read_json
+from oneaxis.artifacts import MANIFEST
 from oneaxis.config import STAGE_SECTIONS
+from oneaxis.errors import UserError
+from oneaxis.recorded import Kinds, check_sections, read_manifest, read_metrics, read_object, read_rows
 
 STAGES = tuple(stage for stage in STAGE_SECTIONS if stage != "report")
+
+PROVENANCE: Kinds = {"params": dict, "versions": dict, "hardware": dict, "git": dict, "observed": dict,
+              "lease": (dict, type(None)), "load_before": (list, type(None))}  # fmt: skip
+MEMBERS: dict[str, Kinds] = {
+    "realised.json": {"asked": dict, "resolved": dict, "differences": list, "cautions": list, "unverified": list},
+    "summary.json": {"tasks": dict, "invalid": list, "warnings": list},
+    "displacement.json": {"verdict": str, "reasons": list, "warnings": list, "stopped": (dict, type(None))},
+}
+"""Documents that are objects -> what some of their members are."""
+ROWS: dict[str, Kinds] = {
+    "guards.json": {"guard": int, "name": str, "valid": bool, "reason": str},
+    "smoke.json": {"prompt": str, "sane": bool},
+}
+"""Documents that are lists -> what each of their rows has."""
 
 
 @dataclass(frozen=True)
@@ -42,31 +58,50 @@ class Results:
         return dict(self.provenance.get(stage, {}).get("observed", {}))
 
     def table(self, stage: str, name: str) -> pl.DataFrame | None:
-        """A parquet table of a stage; None when it is absent or has no rows."""
+        """A parquet table of a stage; None when it is absent or has no rows.
+
+        Raises:
+            UserError: when the file is no such table.
+        """
         path = self.folder / stage / name
         if not path.is_file():
             return None
-        table = pl.read_parquet(path)
+        try:
+            table = pl.read_parquet(path)
+        except pl.exceptions.PolarsError as error:
+            said = str(error).splitlines()[0]
+            raise UserError(
+                f"{path}: no parquet table that can be read ({said}); `dvc checkout` restores it"
+            ) from error
         return table if table.height else None
 
     def document(self, stage: str, name: str) -> Any | None:
-        """A JSON file of a stage; None when it is absent."""
+        """A JSON file of a stage; None when it is absent.
+
+        Raises:
+            UserError: when the file is broken, or is not of the kind that its name says.
+        """
         path = self.folder / stage / name
-        return read_json(path) if path.is_file() else None
+        if not path.is_file():
+            return None
+        return read_rows(path, ROWS[name]) if name in ROWS else read_object(path, MEMBERS.get(name, {}))
 
 
 def read_results(folder: Path) -> Results:
     """Read `artifacts/`.
 
     Raises:
-        UserError: for a JSON file that is broken.
+        UserError: for a JSON file that is broken, or holds something else than its kind.
     """
     manifests, metrics, provenance = {}, {}, {}
     for stage in STAGES:
         if (folder / stage / MANIFEST).is_file():
-            manifests[stage] = read_json(folder / stage / MANIFEST)
+            manifests[stage] = read_manifest(folder / stage / MANIFEST)
+            check_sections(folder / stage / MANIFEST, manifests[stage].get("params", {}))
         if (folder / f"{stage}.metrics.json").is_file():
-            metrics.update(read_json(folder / f"{stage}.metrics.json"))
+            metrics.update(read_metrics(folder / f"{stage}.metrics.json"))
         if (folder / f"{stage}.provenance.json").is_file():
-            provenance[stage] = read_json(folder / f"{stage}.provenance.json")
+            path = folder / f"{stage}.provenance.json"
+            provenance[stage] = read_object(path, PROVENANCE)
+            check_sections(path, provenance[stage].get("params", {}))
     return Results(folder=folder, manifests=manifests, metrics=metrics, provenance=provenance)
