@@ -33,7 +33,6 @@ def work(stage: Stage) -> dict[str, float]:
     text = served_text(stage.served, stage.artifact("prepare_data", "heldout.parquet"))
     drawn: Any = {"seed": config.seed, "session": measure.session, "repetition": measure.repetition}
     plan = draw_plan(load, text, trace=trace, **drawn)
-
     on_gpu = gpu_processes()
     log_path = stage.root / STATE / "logs" / "sweep-engine.log"
     with serving(stage.served, settings, log_path=log_path, observed=stage.observed) as engine:
