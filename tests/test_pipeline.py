@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,8 +19,9 @@ import psutil
 import pytest
 
 from oneaxis.config import compose, write_params
+from oneaxis.doctor import diagnose
 from oneaxis.errors import UserError
-from oneaxis.pipeline import check_inputs
+from oneaxis.pipeline import check_draws, check_inputs, run_pipeline
 
 DVC_YAML = """
 stages:
@@ -318,6 +320,52 @@ def test_a_context_that_a_made_model_has_not_is_refused_where_it_is_served(root:
     check_inputs(root, compose(root / "conf", [*long, "experiment.targets=[prepare_data]"]))
 
 
+SERVED = ["profile=tiny", "train=none", "quantize=none"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["serve.threads=4096"], r"serve\.threads=4096: allowed: 0 to "),
+        (["serve.kv_cache_gib=100000"], r"serve\.kv_cache_gib=100000\.0: the engine needs .* GiB are all there is"),
+        (["serve.kv_cache_gib=1e-6"], r"serve\.kv_cache_gib=1e-06: allowed: .* to hold one sequence"),
+        (["serve.port={port}"], r"serve\.port=\d+: in use"),
+        (
+            ["serve=attach", "serve.base_url=http://127.0.0.1:1", "serve.api_key_env=NO_SUCH_KEY"],
+            r"serve\.api_key_env=NO_SUCH_KEY: not set",
+        ),
+        (
+            ["draft=ngram", "serve.engine_args={{speculative_config: {{method: ngram, num_speculative_tokens: 2}}}}"],
+            r"serve\.engine_args\.speculative_config: draft=ngram sets this",
+        ),
+        (["draft=layers", "draft.num_layers=8"], r"draft\.num_layers=8: allowed: fewer than the policy has \(2\)"),
+        (["load.duration_s=0.001"], r"load\.rates_rps: 4: no request arrives in load\.duration_s"),
+        (
+            ["+serve.engine_args.max_num_batched_tokens=abc"],
+            r"serve\.engine_args\.max_num_batched_tokens='abc': allowed: a whole number",
+        ),
+    ],
+)
+def test_what_a_stage_would_refuse_is_refused_before_anything_is_written(
+    root: Path, tmp_path: Path, overrides: list[str], words: str
+) -> None:
+    shutil.copy(root / "dvc.yaml", tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "SOURCES.md").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = [*SERVED, *(override.format(port=taken.getsockname()[1]) for override in overrides)]
+        for target in ("sweep", "score"):
+            config = compose(root / "conf", [*given, f"experiment.targets=[{target}]", "score.engine=transformers"])
+            if target == "sweep":
+                with pytest.raises(UserError, match=words):
+                    run_pipeline(tmp_path, config, [])
+            elif "max_num_batched_tokens" not in words:
+                # Nothing is served, and so nothing is refused.
+                check_inputs(tmp_path, config)
+                check_draws(tmp_path, config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "dvc.yaml"]
+
+
 def test_outside_a_project_every_command_says_so(tmp_path: Path) -> None:
     for command in ("run", "reset", "track", "verify", "ui"):
         done = oneaxis(tmp_path, command)
@@ -335,6 +383,13 @@ def test_reset_restores_the_defaults_and_cfg_prints_without_writing(project: Cal
     write_params(compose(here / "conf", ["seed=5"]), here)
     assert oneaxis(here, "reset").returncode == 0
     assert "seed: 0" in (here / "params.yaml").read_text(encoding="utf-8")
+
+
+def test_doctor_outside_a_project_does_not_say_that_the_pipeline_runs_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    diagnose(tmp_path)
+    assert "can run here" not in capsys.readouterr().out
 
 
 def test_doctor_finds_the_engine_and_the_libraries(root: Path) -> None:

@@ -144,7 +144,9 @@ def _project() -> Path:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from oneaxis.config import compose, render_params
+    from oneaxis.config import render_params
+    from oneaxis.config.compose import compose_all
+    from oneaxis.multirun.experiments import one_point
     from oneaxis.pipeline import run_pipeline
     from oneaxis.serve.forked import preloaded_engines
 
@@ -157,10 +159,13 @@ def _run(options: argparse.Namespace) -> int:
             return run_multirun(root, [*options.overrides, *combine], options.resume, options.dry_run)
     if options.combine or options.dry_run:
         raise UserError(f"{'--combine' if options.combine else '--dry-run'}: belongs to a multirun; allowed: with -m")
-    config = compose(root / CONF, options.overrides)
+    composed = compose_all(root / CONF, options.overrides)
+    config = composed.config
     if options.cfg:
         print(render_params(config), end="")
         return 0
+    if said := one_point(composed):
+        print(said, flush=True)
     with preloaded_engines():
         return run_pipeline(root, config, options.overrides)
 

@@ -41,7 +41,10 @@ def diagnose(root: Path) -> int:
         advice = f"  -> {finding.advice}" if finding.advice else ""
         print(f"{finding.state:<7}  {finding.what:<{width}}  {finding.found}{advice}")
     missing = [finding.what for finding in findings if finding.state == "missing"]
-    print("\n" + (f"missing: {', '.join(missing)}" if missing else "the default pipeline can run here: `oneaxis run`"))
+    able = "the default pipeline can run here: `oneaxis run`"
+    if not is_project(root):
+        able = "the default pipeline can run on this machine, from the root of an oneaxis project: `oneaxis run`"
+    print("\n" + (f"missing: {', '.join(missing)}" if missing else able))
     return 1 if missing else 0
 
 
@@ -132,7 +135,7 @@ def tools(root: Path) -> list[Finding]:
         findings.append(Finding("git", "ok", version.removeprefix("git version ")))
     else:
         findings.append(Finding("git", "missing", "not on the path", "install git"))
-    here = (root / "dvc.yaml").is_file() and (root / ".dvc").is_dir()
+    here = is_project(root)
     findings.append(
         Finding(
             "project",
@@ -142,6 +145,11 @@ def tools(root: Path) -> list[Finding]:
         )
     )
     return findings
+
+
+def is_project(root: Path) -> bool:
+    """Whether `oneaxis run` finds its pipeline in this folder."""
+    return (root / "dvc.yaml").is_file() and (root / ".dvc").is_dir() and (root / "conf").is_dir()
 
 
 def _cpu_flags() -> set[str]:

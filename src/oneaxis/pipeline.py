@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ def run_pipeline(root: Path, config: Config, overrides: Sequence[str]) -> int:
         UserError: when another run, or DVC itself, is at work in this folder; `params.yaml` is then untouched.
     """
     check_inputs(root, config)
+    check_draws(root, config)
     with work_tree(root):
         write_params(config, root)
         write_json(root / STATE / "last_run.json", {"overrides": list(overrides)})
@@ -51,38 +52,42 @@ def run_pipeline(root: Path, config: Config, overrides: Sequence[str]) -> int:
         from oneaxis.track import track
 
         print(f"MLflow run {track(root)}: `oneaxis ui` shows it\ndone in {time.time() - started:.0f} s")
-    # A report of an earlier run says nothing of this one's validity.
+    return verdict(root, needed)
+
+
+def verdict(root: Path, needed: Sequence[str]) -> int:
+    """0 when the numbers of these stages may be used, 1 when they are INVALID; the reasons that no report has are said.
+
+    Args:
+        needed: the stages of this run. What others left in `artifacts/` says nothing of it.
+    """
     if "report" in needed:
         return 0 if _metrics(root).get("report/valid", 1.0) else 1
     from oneaxis.judge.validity import judge_run
     from oneaxis.report.results import read_results
 
-    reasons = judge_run(read_results(root / ARTIFACTS), [stage for stage in needed if stage == "train_dpo"]).reasons
+    reasons = judge_run(read_results(root / ARTIFACTS), needed).reasons
     for reason in reasons:
         print(f"oneaxis: the run is INVALID: {reason}", file=sys.stderr)
     return 1 if reasons else 0
 
 
-def check_inputs(root: Path, config: Config) -> None:
+def check_inputs(root: Path, config: Config, *, here: bool = True) -> None:
     """Refuse what the schema cannot know to be wrong, before anything is written.
+
+    Args:
+        here: whether the stages run on this machine, whose cores, memory, ports and environment then count.
 
     Raises:
         UserError: a file that is not there, a trace that cannot be replayed, a default task that does not exist, an
-            argument that vLLM or TRL does not have or that contradicts another setting; naming the key, the value and
-            what is allowed.
+            argument that vLLM or TRL does not have or that contradicts another setting, an engine that this machine
+            cannot start; naming the key, the value and what is allowed.
     """
     if config.serve.kind == "vllm" and (config.serve.engine_args or config.serve.batch_invariant):
         from oneaxis.serve.command import check_contradictions, check_engine_args, engine_device, known_arguments
 
         check_engine_args(config.serve.engine_args, known_arguments())
         check_contradictions(config.serve, engine_device())
-    if config.serve.kind == "vllm" and config.model.kind == "random":
-        from oneaxis.multirun.plan import reached_stages
-        from oneaxis.serve.preflight import check_length
-
-        # Of other models the engine's start tells, once they are there.
-        if {stage for stage in reached_stages(root, config) if "serve" in STAGE_SECTIONS[stage]}:
-            check_length({"max_position_embeddings": config.model.max_position}, config.serve)
     if config.sample.kind == "on_policy" and config.sample.engine.engine_args:
         from oneaxis.sample.responses import check_sampling_args
 
@@ -113,6 +118,82 @@ def check_inputs(root: Path, config: Config) -> None:
         from oneaxis.load.trace import read_trace
 
         check_fits(config.load, config.serve.max_model_len, read_trace(config.load.trace, root))
+    from oneaxis.multirun.plan import reached_stages
+
+    _check_engines(root, config, reached_stages(root, config), here=here)
+
+
+def check_draws(root: Path, config: Config) -> None:
+    """Refuse a load of which nothing would be sent, where one is sent.
+
+    Raises:
+        UserError: naming the rate and the duration.
+    """
+    from oneaxis.multirun.plan import reached_stages
+
+    if "sweep" in reached_stages(root, config):
+        from oneaxis.load.plan import check_arrivals
+
+        measure = config.measure
+        check_arrivals(config.load, seed=config.seed, session=measure.session, repetition=measure.repetition)
+
+
+def _check_engines(root: Path, config: Config, needed: Sequence[str], *, here: bool) -> None:
+    """What the stages themselves refuse before they start an engine, as far as it is known without the model."""
+    from oneaxis.draft.engine import check_num_layers, speculating
+    from oneaxis.serve.preflight import check_key, check_model, check_room
+
+    serve, known = config.serve, _known_model(root, config)
+    if "make_draft" in needed and config.draft.kind == "layers" and "num_hidden_layers" in known:
+        check_num_layers(config.draft, known["num_hidden_layers"])
+    asks = {
+        "serve": True,
+        "split": config.split.kind != "none",
+        "diverge": config.diverge.kind != "none",
+        "sweep": True,
+        "score": config.score.engine == "vllm",
+        "extract": config.extract.kind != "none",
+    }
+    stages = [stage for stage in needed if asks.get(stage)]
+    if stages and serve.kind == "attach" and here:
+        check_key(serve)
+    if stages and serve.kind == "vllm":
+        if {"serve", "diverge", "sweep"} & set(stages):
+            # Where the draft will be says nothing of whether the engine may be told of one.
+            speculating(serve, config.draft, root)
+        check_model(known, serve)
+        if here:
+            check_room([serve])
+    if "split" in stages and serve.kind == "vllm" and here:
+        from oneaxis.split.deployment import halves
+
+        check_room(halves(serve, cores=len(os.sched_getaffinity(0))))
+    if "sample_pairs" in needed and config.sample.kind == "on_policy" and here:
+        from oneaxis.sample.responses import own_keys
+
+        with own_keys():
+            check_room([config.sample.engine])
+
+
+def _known_model(root: Path, config: Config) -> dict[str, Any]:
+    """What `config.json` of the served model will say, of a made or a local one; of others it is not known yet."""
+    known: dict[str, Any] = {}
+    if config.model.kind == "random":
+        model = config.model
+        known = {
+            "max_position_embeddings": model.max_position,
+            "num_hidden_layers": model.num_layers,
+            "num_attention_heads": model.num_heads,
+            "num_key_value_heads": model.num_kv_heads,
+            "hidden_size": model.hidden_size,
+        }
+    elif config.model.kind == "path":
+        # What cannot be read is `fetch_model`'s to refuse, which says what a checkpoint needs.
+        with suppress(OSError, ValueError):
+            known = json.loads((root / Path(config.model.path).expanduser() / "config.json").read_text("utf-8"))
+    if isinstance(known, dict) and config.quantize.kv == "fp8":
+        known = {**known, "quantization_config": {"kv_cache_scheme": config.quantize.kv}}
+    return known if isinstance(known, dict) else {}
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Settings: what composes, what is refused and in which words, and that params.yaml follows from conf/."""
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -106,6 +107,30 @@ def test_every_choice_composes(root: Path, group: str, choice: str) -> None:
         (["extract=records", "serve=attach", "serve.base_url=http://host"], ["settings: extract.kind is documents"]),
         (["extract=records", "extract.records=99999999999"], ["extract.records=99999999999", "100000"]),
         (["extract=lists", "extract.lists=99999999999"], ["extract.lists=99999999999", "100000"]),
+        # The key as it is written, without pydantic's names for the branches of a union.
+        (["draft=ngram", "draft.num_tokens=0"], ["settings: draft.num_tokens=0: allowed: greater"]),
+        (["split=push", "+split.foo=1"], ["settings: split.foo=1: no such key"]),
+        (["data.pairs.source.path=3"], ["settings: data.pairs.source.path=3: allowed: "]),
+        (["sample=on_policy", "sample.path=3"], ["settings: sample.path=3: allowed: "]),
+        (["score.premises={a: 3}"], ["settings: score.premises.a=3: allowed: a valid string"]),
+        # Mappings and lists.
+        (
+            ["serve.engine_args=[1,2]"],
+            ["serve.engine_args=[1,2]: ", "allowed: a mapping, serve.engine_args={name: value}"],
+        ),
+        (["load.shapes={a: 1}"], ["load.shapes={a: 1}: ", "allowed: a list, load.shapes=[value, ...]"]),
+        (["load.clases={a: 1}"], ["settings: load.clases={'a': 1}: no such key here"]),
+        (["serve.engine_args.foo=3"], ["serve.engine_args.foo=3: ", "allowed: +serve.engine_args.foo=3"]),
+        (["serve=5"], ["serve=5: serve is a group; allowed: attach, reproducible, vllm"]),
+        # Limits.
+        (["load.rates_rps=[4.0,4.0000001]"], ["load: rates_rps has 4.0 and 4.0000001, which are both 4 "]),
+        (
+            ["load=trace", "load.trace=a.csv", "load.trace_speed=[1.0,1.00000001]"],
+            ["load: trace_speed has 1.0 and 1.00000001"],
+        ),
+        (["load.warmup_requests=1000000"], ["load.warmup_requests=1000000", "10000"]),
+        (["load.request_timeout_s=1e-9"], ["load.request_timeout_s=1e-09", "0.1"]),
+        (["draft=layers", "draft.warmup_steps=500"], ["draft: warmup_steps is 500; allowed: at most steps (120)"]),
         (["extract=records", "extract.repetition_penalty=1e-300"], ["extract.repetition_penalty=1e-300", "0.1"]),
     ],
 )
@@ -129,6 +154,28 @@ def test_broken_yaml_under_conf_is_one_line(root: Path, tmp_path: Path) -> None:
         compose(tmp_path / "conf")
     assert "\n" not in str(caught.value)
     assert "default.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"5", "holds int"), (b"- a", "holds list"), (b"a: \xff", "not text")])
+def test_a_file_that_is_no_mapping_is_named(root: Path, tmp_path: Path, content: bytes, words: str) -> None:
+    shutil.copytree(root / "conf", tmp_path / "conf")
+    (tmp_path / "conf" / "experiment" / "zz.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=rf"^conf/experiment/zz\.yaml: {words}.*; allowed: a mapping"):
+        compose(tmp_path / "conf", ["experiment=zz"])
+
+
+def test_a_mapping_may_bring_keys_and_the_examples_of_the_docs_compose(root: Path, tmp_path: Path) -> None:
+    told = compose(root / "conf", ["serve.engine_args={speculative_config: {method: ngram}}"]).serve
+    assert told.kind == "vllm"
+    assert told.engine_args == {"speculative_config": {"method": "ngram"}}
+    page = (root / "docs" / "load.md").read_text(encoding="utf-8").partition("## Shapes")[2]
+    written, command = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("yaml", "sh"))
+    shutil.copytree(root / "conf", tmp_path / "conf")
+    (tmp_path / "conf" / "profile" / "mine.yaml").write_text(f"# @package _global_\n{written}", encoding="utf-8")
+    for overrides in (["profile=mine"], shlex.split(command.replace("\\\n", " "))[2:]):
+        load = compose(tmp_path / "conf", overrides).load
+        assert load.classes["batch"].ttft_ms == 5000
+        assert [(shape.name, shape.service_class) for shape in load.shapes] == [("chat", None), ("rag", "batch")]
 
 
 def test_overrides_on_the_command_line_win_over_the_profile(root: Path) -> None:

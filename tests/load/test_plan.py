@@ -355,6 +355,13 @@ def test_refuses_what_cannot_run() -> None:
         check_fits(load(), 203)
     with pytest.raises(UserError, match=r"load\.rates_rps: 0\.0001: no request arrives"):
         draw(load(rates_rps=[0.0001]))
+    section = load(arrival="trace", shapes=[], rates_rps=[], trace="a.csv", trace_speed=[1.0, 2.0], duration_s=3.0)
+    dense = pl.DataFrame({"line": 1, "time_s": np.linspace(0, 6, 300_000), "prompt_tokens": 9, "output_tokens": 1})
+    # Half of them come within 3 s, and at twice the speed all but the last.
+    with pytest.raises(
+        UserError, match=r"load\.trace=a\.csv: 299999 requests .* load\.trace_speed=2; allowed: at most"
+    ):
+        check_fits(section, 2048, dense)
     with pytest.raises(UserError, match="unique prompts"):
         draw_plan(load(rates_rps=[30.0]), np.array([5, 6], dtype=np.int32), seed=0, session="a", repetition=0)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from oneaxis.config.compose import compose_all
 from oneaxis.errors import UserError
 from oneaxis.judge.units import kind_of
-from oneaxis.multirun.experiments import list_experiments
+from oneaxis.multirun.experiments import list_experiments, one_point
 from oneaxis.multirun.plan import make_plan
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,18 @@ def test_what_a_cpu_has_no_kernels_for_is_refused_before_anything_runs(
     monkeypatch.setattr("oneaxis.serve.command.engine_device", lambda: "cpu")
     with pytest.raises(UserError, match=r"serve\.batch_invariant=true: vLLM has .* kernels for GPUs alone"):
         make_plan(root, ["experiment=divergence_batch_invariant"], resume=None, now=NOW)
+
+
+def test_a_plain_run_of_an_experiment_says_that_it_compares_nothing(root: Path) -> None:
+    said = {name: one_point(compose_all(root / "conf", [f"experiment={name}"])) for name in NAMES}
+    assert said["speculation_ngram"] == (
+        "experiment speculation_ngram: this runs the baseline point only; "
+        "`oneaxis run -m experiment=speculation_ngram` compares none, ngram"
+    )
+    assert all(said.values())
+    moved = one_point(compose_all(root / "conf", ["experiment=speculation_ngram", "draft=ngram"]))
+    assert "this runs one point, draft=ngram, only" in moved
+    assert one_point(compose_all(root / "conf", ["seed=1"])) == ""
 
 
 def test_claims_follow_the_rates_of_the_profile(root: Path) -> None:

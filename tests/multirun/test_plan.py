@@ -43,6 +43,12 @@ def test_a_plan_survives_its_file(plan: Callable[..., Plan], tmp_path: Path) -> 
     assert read_plan(tmp_path) == made
 
 
+def test_what_this_machine_cannot_start_is_refused_unless_jobs_run_elsewhere(plan: Callable[..., Plan]) -> None:
+    with pytest.raises(UserError, match=r"max_num_seqs=4: serve\.threads=4096: allowed: 0 to "):
+        plan("serve.max_num_seqs=4,8", "serve.threads=4096")
+    assert len(plan("serve.max_num_seqs=4,8", "serve.threads=4096", "hydra/launcher=ray").points) == 2
+
+
 def test_jobs_alternate() -> None:
     assert "".join(f"{job.point}{job.repetition} " for job in job_order(["a", "b", "c"], 3)) == (
         "a0 b0 c0 c1 b1 a1 a2 b2 c2 "

@@ -14,6 +14,7 @@ from oneaxis.artifacts import read_json, write_json
 from oneaxis.config import STAGE_SECTIONS
 from oneaxis.errors import UserError
 from oneaxis.judge.validity import Validity, judge_run
+from oneaxis.pipeline import verdict
 from oneaxis.report import write_report
 from oneaxis.report.facts import card, question
 from oneaxis.report.results import read_results
@@ -241,6 +242,20 @@ def test_engine_that_runs_otherwise_than_asked_makes_the_run_invalid(artifacts: 
     assert judge_run(read_results(folder)) == Validity(
         False, ["engine: kv_cache_dtype: asked: auto; resolved: fp8"], []
     )
+
+
+@pytest.mark.parametrize(("needed", "code"), [(["serve", "sweep"], 1), (["serve"], 0)])
+def test_a_load_that_is_invalid_fails_a_run_that_ends_before_the_report(
+    artifacts: Make, needed: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What an earlier run left of other stages says nothing."""
+    folder = artifacts()
+    write_json(folder / "sweep" / "guards.json", [
+        {"guard": 1, "name": "unique prompts", "valid": False, "evidence": {}, "reason": "4 of 8 prompts repeat"},
+    ])  # fmt: skip
+    assert verdict(folder.parent, needed) == code
+    said = "oneaxis: the run is INVALID: guard 1, unique prompts: 4 of 8 prompts repeat\n"
+    assert capsys.readouterr().err == said * code
 
 
 @pytest.mark.parametrize(

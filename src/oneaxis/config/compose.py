@@ -109,8 +109,8 @@ def _composed(
         if re.search(r"\$\{(hydra|now|oc\.env|oc\.create|oc\.decode)[:}.]", override):
             raise UserError(f"{override}: ${{hydra:}}, ${{now:}} and ${{oc.*}} would be frozen into {PARAMS}; "
                             "allowed: plain values and references to other keys")  # fmt: skip
-        group, _, choice = override.partition("=")
-        if choice == "null" and (conf_dir / group).is_dir():
+        group, _, choice = override.lstrip("+").partition("=")
+        if (conf_dir / group).is_dir() and re.fullmatch(NO_CHOICE, choice.strip()):
             raise UserError(f"{override}: {group} is a group; allowed: {_options(conf_dir / group)}")
     # A profile sets rates and shapes without knowing how requests arrive: they are [] where they would do nothing.
     OmegaConf.register_new_resolver(
@@ -123,7 +123,7 @@ def _composed(
     )
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir.resolve())):
-            composed = hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
+            composed = hydra_compose("config", overrides=[*map(_merged, overrides)], return_hydra_config=True)
         choices = {
             str(group): choice
             for group, choice in OmegaConf.to_container(composed.hydra.runtime.choices).items()
@@ -136,17 +136,57 @@ def _composed(
             raise UserError("pairs=on_policy, sample=none: there would be no pairs of the model's own; allowed: "
                             "sample=on_policy (which pairs=on_policy chooses), or pairs=all")  # fmt: skip
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(without_secret(_explain_hydra(error, overrides))) from error
+        unmerged = _no_mapping(conf_dir, overrides) if "raised while composing config" in str(error) else ""
+        raise UserError(without_secret(unmerged or _explain_hydra(error, overrides))) from error
     except Exception as error:
         # Broken YAML reaches us as the parser's own exception; anything else is a bug and keeps its traceback.
         if type(error).__module__.startswith(("yaml", "antlr4")):
             raise UserError(f"conf: {_one_line(error)}") from error
+        # So does a file whose content is no mapping, or no text, in words that do not name it.
+        if isinstance(error, OSError | ValueError) and (said := _no_mapping(conf_dir, overrides)):
+            raise UserError(said) from error
         raise
     return values, unresolved, choices
 
 
+NO_CHOICE = r"(?i)null|true|false|nan|[-+]?inf|[-+]?[\d_]+(\.\d*)?(e[-+]?\d+)?"
+"""Values of an override that name no choice of a group: Hydra reads them as numbers and the like."""
+
+
+def _merged(override: str) -> str:
+    """An override whose value is a mapping, as one that may bring keys: the schema says which keys there are.
+
+    Hydra takes `load.classes={batch: ...}` for a change of keys that are there, and there are none.
+    """
+    key, _, value = override.partition("=")
+    return f"+{override}" if re.fullmatch(r"[\w.]+", key) and value.lstrip().startswith("{") else override
+
+
+def _no_mapping(conf_dir: Path, overrides: Sequence[str]) -> str:
+    """The first file under `conf/` that holds no mapping, those of the chosen groups first; empty: there is none."""
+    chosen = {override.partition("=")[2] for override in overrides}
+    for path in sorted(conf_dir.rglob("*.yaml"), key=lambda path: (path.stem not in chosen, path)):
+        where = f"{conf_dir.name}/{path.relative_to(conf_dir)}"
+        try:
+            content = _yaml().load(path.read_text(encoding="utf-8"))
+        except OSError:
+            continue
+        except UnicodeDecodeError as error:
+            return f"{where}: not text: {_one_line(error)}; allowed: a mapping of settings in YAML"
+        except YAMLError as error:
+            return f"{where}: not YAML: {_one_line(error)}"
+        if not isinstance(content, dict | str | None):
+            return f"{where}: holds {type(content).__name__}; allowed: a mapping of settings"
+    return ""
+
+
 def _options(group: Path) -> str:
     return ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
+
+
+FREE_MAPPINGS = ("load.classes", "sample.engine.engine_args", "score.premises", "serve.engine_args",
+                 "train.dpo_args", "train.probes.texts")  # fmt: skip
+"""Settings whose keys are the user's: one that is not there yet is added by `+`."""
 
 
 def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
@@ -167,18 +207,21 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
     unknown = re.search(r"Could not override '([\w.\[\]-]+)'", text)
     if unknown:
         given = next((o for o in overrides if o.lstrip("+~").startswith(unknown.group(1))), unknown.group(1))
+        if unknown.group(1).startswith(tuple(f"{key}." for key in FREE_MAPPINGS)):
+            return f"{given}: no such key yet; allowed: +{given.lstrip('+')}, which adds it"
         parent, _, _ = unknown.group(1).rpartition(".")
-        hint = (
-            f"a key of `{parent}` as `oneaxis run --cfg job` shows it (+key=value adds one)"
-            if parent
-            else ", ".join(Config.model_fields)
-        )
+        hint = f"a key of `{parent}` as `oneaxis run --cfg job` shows it" if parent else ", ".join(Config.model_fields)
         return f"{given}: no such key; allowed: {hint}"
+    if merged := re.match(r"Error merging override \+?(.*)", text, re.S):
+        held = re.search(r"object_type=(dict|list)", str(error.__cause__))
+        key = merged.group(1).partition("=")[0]
+        kinds = {"dict": f"a mapping, {key}={{name: value}}", "list": f"a list, {key}=[value, ...]"}
+        allowed = kinds[held.group(1)] if held else "a value of the kind that `oneaxis run --cfg job` shows"
+        return f"{merged.group(1)}: cannot be set to this; allowed: {allowed}"
     if "Error parsing override" in text or "overrides/grammar" in text or "override_grammar" in text:
-        given = re.search(r"Error parsing override '([^']*)'", text)
-        return (
-            f"{given.group(1) if given else ' '.join(overrides)}: not an override; allowed: key=value, +key=value, ~key"
-        )
+        unread = re.search(r"Error parsing override '([^']*)'", text)
+        said = unread.group(1) if unread else " ".join(overrides)
+        return f"{said}: not an override; allowed: key=value, +key=value, ~key"
     return _one_line(error)
 
 
@@ -254,35 +297,24 @@ def _explain_validation(error: ValidationError, origin: str, prefix: str) -> str
     return without_secret(f"{origin}: " + "; ".join(lines))
 
 
+UNIONS = frozenset(name for name, field in Config.model_fields.items() if field.discriminator)
+"""Sections that are told apart by their kind, which pydantic puts into the location of what is wrong in them."""
+
+SCALARS = {"bool", "constrained-float", "constrained-int", "constrained-str", "float", "int", "str"}
+"""Names of the branches of a union of plain values."""
+
+
 def _key(prefix: list[str], location: tuple[int | str, ...]) -> str:
     """The dotted key of a pydantic location, without the tags of unions (`train.dpo.beta` -> `train.beta`)."""
-    tags = {
-        "wheel",
-        "hub",
-        "path",
-        "random",
-        "dpo",
-        "none",
-        "on_policy",
-        "vllm",
-        "attach",
-        "greedy",
-        "documents",
-        "w8a8_int8_dynamic",
-        "w8a8_int8_static",
-        "w4a16",
-        "w8a8_fp8",
-        "number",
-        "uniform",
-        "lognormal",
-    }
-    tags |= {"constrained-float", "constrained-str", "float"}
-    parts = list(prefix)
-    for index, part in enumerate(location):
-        last = index == len(location) - 1
-        if isinstance(part, str) and part in tags and not (last and parts[-1:] == ["model"] and part == "path"):
+    parts: list[str] = []
+    for index, part in enumerate(places := [*prefix, *location]):
+        if index == 1 and places[0] in UNIONS:
             continue
-        if isinstance(part, str) and part.endswith("]") and "[" in part:
+        if part in ("number", "uniform", "lognormal") and parts[-1:] in (["prompt_tokens"], ["output_tokens"]):
+            continue
+        if isinstance(part, str) and (part.endswith("]") and "[" in part):
+            continue
+        if index == len(places) - 1 and part in SCALARS:
             continue
         parts.append(str(part))
     return ".".join(parts)

@@ -616,6 +616,12 @@ class DraftLayers(Section):
     checkpoint_s: NonNegative | None
     """A state to go on from is kept every so many seconds; 0: at each step, null: never."""
 
+    @model_validator(mode="after")
+    def _warms_up_within_its_steps(self) -> "DraftLayers":
+        if self.steps and self.warmup_steps > self.steps:
+            raise ValueError(f"warmup_steps is {self.warmup_steps}; allowed: at most steps ({self.steps})")
+        return self
+
 
 Draft = Annotated[DraftNone | DraftNgram | DraftLayers, Field(discriminator="kind")]
 
@@ -908,7 +914,9 @@ class Load(Section):
     duration_s: Annotated[float, Field(ge=0.01, le=604_800)]
     """Length of a cell, a week at most: no request is sent later."""
     warmup_requests: Annotated[int, Field(ge=0, le=10_000)]
-    request_timeout_s: Patience
+    """Before each cell, all sent at once."""
+    request_timeout_s: Annotated[float, Field(ge=0.1, le=86_400)]
+    """From when a request is sent to its last token: a day at most; in less than the least, no engine has answered."""
     repeat_prompts: Count | None
     """The same so many prompts over and over, undeclared: what guard 1 must find. For demonstrations of the fault."""
     service_class: ServiceClass
@@ -939,6 +947,11 @@ class Load(Section):
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise ValueError(f"{name} is {values}; allowed: values that differ")
+            labels: dict[str, float] = {}
+            for value in values if name != "users" else ():
+                if (other := labels.setdefault(level_number(value), value)) != value:
+                    raise ValueError(f"{name} has {other!r} and {value!r}, which are both {level_number(value)} where "
+                                     "levels are named; allowed: values that differ in six digits")  # fmt: skip
         if self.arrival == "ramp" and len(self.rates_rps) != 2:
             raise ValueError(f"rates_rps is {self.rates_rps}; arrival=ramp needs two, the first and the last")
         return self
@@ -996,6 +1009,11 @@ class Load(Section):
     def classes_by_name(self) -> dict[str, ServiceClass]:
         """Every class, by its name in the column `service_class` of tables."""
         return {DEFAULT_CLASS: self.service_class, **self.classes}
+
+
+def level_number(value: float) -> str:
+    """A rate or a speed in the label of its level: six digits at most."""
+    return f"{value:g}"
 
 
 def service_classes(load: Mapping[str, Any]) -> dict[str, ServiceClass]:

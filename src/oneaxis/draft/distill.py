@@ -36,7 +36,8 @@ from tqdm import tqdm
 from oneaxis.artifacts import write_json
 from oneaxis.checkpoint.load import load_for_measuring, read_config
 from oneaxis.config.schema import DraftLayers
-from oneaxis.errors import RunError, UserError
+from oneaxis.draft.engine import check_num_layers
+from oneaxis.errors import RunError
 from oneaxis.parts import folder_digest, open_parts
 from oneaxis.quantize.families import decoder
 from oneaxis.quantize.text import pack
@@ -67,9 +68,7 @@ def make_draft(
     """
     config = read_config(policy)[0]
     layers = decoder(config).layers_path
-    if settings.num_layers >= config.num_hidden_layers:
-        raise UserError(f"draft.num_layers={settings.num_layers}: allowed: fewer than the policy has "
-                        f"({config.num_hidden_layers})")  # fmt: skip
+    check_num_layers(settings, config.num_hidden_layers)
     teacher, tokenizer = load_for_measuring(policy, torch.float32)
     student = first_layers(policy, settings.num_layers)
     trained = trainable(student, layers)

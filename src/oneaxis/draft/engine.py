@@ -3,10 +3,20 @@
 from pathlib import Path
 from typing import Any
 
-from oneaxis.config.schema import Draft, ServeSection
+from oneaxis.config.schema import Draft, DraftLayers, ServeSection
 from oneaxis.errors import UserError
 
 ARGUMENT = "speculative_config"
+
+
+def check_num_layers(settings: DraftLayers, policy_layers: int) -> None:
+    """Whether the policy has layers to leave out.
+
+    Raises:
+        UserError: the draft would have as many, or more.
+    """
+    if settings.num_layers >= policy_layers:
+        raise UserError(f"draft.num_layers={settings.num_layers}: allowed: fewer than the policy has ({policy_layers})")
 
 
 def speculating(serve: ServeSection, draft: Draft, checkpoint: Path) -> ServeSection:

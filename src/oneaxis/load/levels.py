@@ -7,7 +7,7 @@ twice its speed. `u1b` is one user again, at the end of a search for capacity.
 
 import re
 
-from oneaxis.config.schema import Load
+from oneaxis.config.schema import Load, level_number
 
 NUMBER = r"\d+(?:\.\d+)?(?:e[+-]\d+)?"
 LABEL = rf"(?:[rux]{NUMBER}b?|ramp{NUMBER}-{NUMBER})"
@@ -31,11 +31,11 @@ def levels(load: Load) -> list[str]:
         case "closed":
             return [f"u{users}" for users in load.users]
         case "trace":
-            return [f"x{speed:g}" for speed in load.trace_speed]
+            return [f"x{level_number(speed)}" for speed in load.trace_speed]
         case "ramp":
-            return ["ramp{:g}-{:g}".format(*load.rates_rps)]
+            return ["ramp{}-{}".format(*map(level_number, load.rates_rps))]
         case _:
-            return [f"r{rate:g}" for rate in load.rates_rps]
+            return [f"r{level_number(rate)}" for rate in load.rates_rps]
 
 
 def level_size(label: str) -> float:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from oneaxis.config.schema import DEFAULT_CLASS, HEAD_TOKENS, Load, Shape, Tokens, longest
+from oneaxis.config.schema import DEFAULT_CLASS, HEAD_TOKENS, MAX_REQUESTS, Load, Shape, Tokens, longest
 from oneaxis.errors import UserError
 from oneaxis.load.levels import TRACE_SHAPE, levels
 
@@ -84,10 +84,10 @@ def text_tokens(
 
 
 def check_fits(load: Load, max_model_len: int, trace: pl.DataFrame | None = None) -> None:
-    """Refuse a shape, or a line of a trace, that the engine could not take.
+    """Refuse a shape, or a line of a trace, that the engine could not take, and a trace of too many requests.
 
     Raises:
-        UserError: naming the shape or line, its length and the allowed one.
+        UserError: naming the shape or line, its length and the allowed one, or the number of requests.
     """
     for shape in load.shapes:
         prompt, output = longest(shape.prompt_tokens), longest(shape.output_tokens)
@@ -106,6 +106,24 @@ def check_fits(load: Load, max_model_len: int, trace: pl.DataFrame | None = None
                 f"{total} tokens, and {over.height - 1} more lines like it; "
                 f"allowed: at most serve.max_model_len ({max_model_len})"
             )
+        for speed in load.trace_speed:
+            sent = trace.filter(pl.col("time_s") / speed < load.duration_s).height
+            if sent > MAX_REQUESTS:
+                raise UserError(
+                    f"load.trace={load.trace}: {sent} requests in load.duration_s={load.duration_s:g} at "
+                    f"load.trace_speed={speed:g}; allowed: at most {MAX_REQUESTS} in a cell"
+                )
+
+
+def check_arrivals(load: Load, *, seed: int, session: str, repetition: int) -> None:
+    """Refuse a load of which no request would be sent in some cell. (A trace has its first at moment 0.)
+
+    Raises:
+        UserError: as `draw_plan`.
+    """
+    if load.arrival != "trace":
+        for _ in _cells(load, (seed, session, repetition), None):
+            pass
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Each file is composed with the defaults and checked by the schema, so a broken o
 """
 
 import json
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from oneaxis.config import compose
+from oneaxis.config.axes import settings
+from oneaxis.config.compose import Composed
 from oneaxis.errors import UserError
 from oneaxis.multirun.plan import CONF, shown
 
@@ -92,6 +95,23 @@ def read_experiment(root: Path, name: str) -> Listed:
         cost=experiment.cost,
         deadline=experiment.deadline,
     )
+
+
+def one_point(composed: Composed) -> str:
+    """That a plain run of an experiment compares nothing, in a line; empty where nothing is to be compared."""
+    experiment = composed.config.experiment
+    if not experiment.changes and len(experiment.values) < 2:
+        return ""
+    others = [change.name for change in experiment.changes] or [shown(value) for value in experiment.values]
+    axis = experiment.axis or ""
+    now = composed.choices.get(axis, settings(composed).get(axis)) if axis else None
+    what = (
+        "the baseline point"
+        if experiment.changes or now == experiment.values[0]
+        else f"one point, {axis}={shown(now)},"
+    )
+    command = shlex.join(["oneaxis", "run", "-m", *composed.overrides])
+    return f"experiment {experiment.name}: this runs {what} only; `{command}` compares {', '.join(others)}"
 
 
 def _block(one: Listed) -> str:

@@ -63,6 +63,11 @@ def launcher_of(launcher_overrides: Sequence[str]) -> str:
     return chosen[-1] if chosen else "basic"
 
 
+def runs_elsewhere(launcher_overrides: Sequence[str]) -> bool:
+    """Whether jobs may run on other machines than this one, of which this one knows nothing."""
+    return launcher_of(launcher_overrides) in ("submitit_slurm", "ray")
+
+
 def check_launcher(conf_dir: Path, launcher_overrides: Sequence[str], configs: Sequence[Config] = ()) -> None:
     """Refuse before anything runs what a launcher could not do.
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def make_plan(root: Path, overrides: Sequence[str], *, resume: str | None, now: 
     composed = [_compose(conf, draft.name, draft.overrides) for draft in drafts]
     experiment = composed[0].config.experiment
     points = _compare(conf, drafts, composed, combine=experiment.combine)
-    _check_inputs(root, points, composed)
+    _check_inputs(root, points, composed, asked.launcher)
 
     reached = [reached_stages(root, one.config) for one in composed]
     _check_axes_reach_a_stage(points, reached)
@@ -391,12 +392,13 @@ def _as_choice(conf: Path, axes: Sequence[Axis]) -> str:
     return f", or a file in conf/{one}/ that sets them together" if one and (conf / one).is_dir() else ""
 
 
-def _check_inputs(root: Path, points: Sequence[Point], composed: Sequence[Composed]) -> None:
+def _check_inputs(root: Path, points: Sequence[Point], composed: Sequence[Composed], launcher: Sequence[str]) -> None:
+    from oneaxis.multirun.launch import runs_elsewhere
     from oneaxis.pipeline import check_inputs
 
     for point, one in zip(points, composed, strict=True):
         try:
-            check_inputs(root, one.config)
+            check_inputs(root, one.config, here=not runs_elsewhere(launcher))
         except UserError as error:
             raise UserError(f"{point.name}: {error}") from error
 
@@ -491,7 +493,8 @@ def reached_stages(root: Path, config: Config) -> list[str]:
 
     Read from `dvc.yaml`, since which checkpoint is served, and so which stage makes it, follows from the settings.
     """
-    stages = YAML(typ="safe", pure=True).load((root / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    file = root / "dvc.yaml"
+    stages = _stages(file, file.stat().st_mtime_ns)
     paths = derived_paths(config.model_dump(mode="json"))
     waiting: list[str] = [*config.experiment.targets] or [stage for stage in STAGE_SECTIONS if stage in stages]
     found: set[str] = set()
@@ -507,6 +510,12 @@ def reached_stages(root: Path, config: Config) -> list[str]:
             if path.startswith(f"{ARTIFACTS}/"):
                 waiting.append(path.split("/")[1].split(".")[0])
     return [stage for stage in STAGE_SECTIONS if stage in found]
+
+
+@lru_cache(maxsize=8)
+def _stages(path: Path, mtime_ns: int) -> dict[str, Any]:
+    """The stages of a dvc.yaml; every point and every check asks for the same file, and it takes long to parse."""
+    return dict(YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))["stages"])
 
 
 def _check_axes_reach_a_stage(points: Sequence[Point], reached: Sequence[Sequence[str]]) -> None:

@@ -26,14 +26,14 @@ from oneaxis.config.schema import Config, Measure
 from oneaxis.errors import UserError
 from oneaxis.multirun.flight import runs_each_time, stage_keys, stage_order
 from oneaxis.multirun.job import log_file
-from oneaxis.multirun.launch import check_launcher, launch, launcher_of
+from oneaxis.multirun.launch import check_launcher, launch, launcher_of, runs_elsewhere
 from oneaxis.multirun.locks import take
 from oneaxis.multirun.node import job_task
 from oneaxis.multirun.plan import make_plan
 from oneaxis.multirun.record import MULTIRUN, Job, Plan, Status, job_folder, read_status, write_plan
 from oneaxis.multirun.slots import PLANNING, bring_files, end_left_overs, free_slots, take_slot
 from oneaxis.multirun.snapshot import has_commit, make_snapshot, pin
-from oneaxis.pipeline import check_inputs
+from oneaxis.pipeline import check_draws, check_inputs
 from oneaxis.stage import STATE
 
 RUNNING = "running"
@@ -156,9 +156,11 @@ def check_points(root: Path, plan: Plan, jobs: Sequence[Job]) -> Checked:
         for job in jobs:
             if job.point not in configs:
                 configs[job.point] = compose(slot.root / "conf", plan.point(job.point).overrides)
-                check_inputs(root, configs[job.point])
+                check_inputs(root, configs[job.point], here=not runs_elsewhere(plan.launcher))
             measure = Measure(session=plan.session, repetition=job.repetition)
-            write_params(configs[job.point].model_copy(update={"measure": measure}), slot.root)
+            settings = configs[job.point].model_copy(update={"measure": measure})
+            check_draws(root, settings)
+            write_params(settings, slot.root)
             with Repo(str(slot.root)) as repo:
                 order = stage_order(repo, plan.experiment["targets"])
                 bring_files(root, slot.root, order)

@@ -7,7 +7,6 @@ What a server does not tell is *unverified*, and said (`realised.py`). vLLM tell
 `VLLM_SERVER_DEV_MODE=1`; other servers have `/v1/models` at the least.
 """
 
-import os
 import socket
 import sys
 import time
@@ -23,6 +22,7 @@ from tqdm import tqdm
 from oneaxis.config.schema import ServeAttach
 from oneaxis.errors import RunError, UserError
 from oneaxis.serve.endpoint import Endpoint, NoAnswer, shown
+from oneaxis.serve.preflight import check_key
 
 POLL_S = (0.1, 5.0)
 """Shortest and longest pause between two looks at a server that does not answer yet; each is half longer."""
@@ -86,13 +86,8 @@ def attached_endpoint(settings: ServeAttach, *, observed: dict[str, Any]) -> Ite
 
 
 def _headers(settings: ServeAttach) -> dict[str, str]:
-    if settings.api_key_env is None:
-        return {}
-    key = os.environ.get(settings.api_key_env, "")
-    if not key or not key.isascii() or not key.isprintable():
-        raise UserError(f"serve.api_key_env={settings.api_key_env}: {'holds more than a key' if key else 'not set'}; "
-                        "allowed: the name of an environment variable that holds the key")  # fmt: skip
-    return {"Authorization": f"Bearer {key}"}
+    key = check_key(settings)
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def _wait_until_it_serves(endpoint: Endpoint, settings: ServeAttach, observed: dict[str, Any]) -> list[dict[str, Any]]:

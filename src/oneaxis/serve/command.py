@@ -70,29 +70,32 @@ NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 @cache
-def known_arguments() -> frozenset[str]:
-    """Names of the arguments of the installed `vllm serve`, read from its source; empty when they cannot be found."""
+def known_arguments() -> Mapping[str, str]:
+    """The arguments of the installed `vllm serve` and their types as written in its source, which is not imported.
+
+    Empty when they cannot be found.
+    """
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
-        return frozenset()
-    names: set[str] = set()
+        return {}
+    names: dict[str, str] = {}
     for module in ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py"):
         try:
             tree = ast.parse(Path(spec.origin).parent.joinpath(module).read_text(encoding="utf-8"))
         except (OSError, SyntaxError):
-            return frozenset()
+            return {}
         for statement in tree.body:
             if isinstance(statement, ast.ClassDef) and statement.name.endswith("Args"):
                 names |= {
-                    field.target.id
+                    field.target.id: ast.unparse(field.annotation)
                     for field in statement.body
                     if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
                 }
-    return frozenset(name for name in names if not name.startswith("_"))
+    return {name: written for name, written in names.items() if not name.startswith("_")}
 
 
-def check_engine_args(arguments: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Refuse what is misspelt, unknown, empty, or contradicts how the engine is run.
+def check_engine_args(arguments: Mapping[str, Any], known: Mapping[str, str]) -> None:
+    """Refuse what is misspelt, unknown, empty, of the wrong type, or contradicts how the engine is run.
 
     Raises:
         UserError: naming the key, its value and what is allowed.
@@ -114,6 +117,24 @@ def check_engine_args(arguments: Mapping[str, Any], known: frozenset[str]) -> No
         if known and name not in known:
             raise UserError(f"{shown}: no such argument; allowed: the arguments of `vllm serve`, "
                             f"by their names in Python{_closest(name, known)}")  # fmt: skip
+        if wanted := _other_type(value, known.get(name, "")):
+            raise UserError(f"{shown}: allowed: {wanted}")
+
+
+def _other_type(value: Any, written: str) -> str:
+    """What an argument of a plain type takes, when `value` is not that; empty: it is, or vLLM itself must say."""
+    text = value if isinstance(value, str) else ""
+    match "|".join(sorted(part.strip() for part in written.split("|") if part.strip() != "None")):
+        case "bool":
+            return "" if isinstance(value, bool) else "true or false"
+        case "int":
+            # vLLM takes 8k for some of them.
+            good = type(value) is int or re.fullmatch(r"-?\d+|\d+(\.\d+)?[kKmMgGtT]", text)
+            return "" if good else "a whole number"
+        case "float":
+            good = type(value) in (int, float) or re.fullmatch(r"-?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text)
+            return "" if good else "a number"
+    return ""
 
 
 def check_contradictions(settings: Serve, device: Device) -> None:
@@ -126,6 +147,9 @@ def check_contradictions(settings: Serve, device: Device) -> None:
         UserError: naming the keys, their values and what is allowed.
     """
     arguments = settings.engine_args
+    for name, value in arguments.items():
+        if (name == "block_size" or name.endswith("_parallel_size")) and isinstance(value, int) and value < 1:
+            raise UserError(f"serve.engine_args.{name}={value}: allowed: 1 and up")
     tokens, chunked = arguments.get("max_num_batched_tokens"), arguments.get("enable_chunked_prefill", True)
     if isinstance(tokens, int) and tokens < settings.max_num_seqs:
         raise UserError(f"serve.engine_args.max_num_batched_tokens={tokens}: allowed: {settings.max_num_seqs} and up, "
@@ -194,7 +218,7 @@ def _check_transfer(transfer: Any) -> None:
         raise UserError(f"{key}.kv_role={transfer.get('kv_role')}: allowed: {', '.join(roles)}")
 
 
-def _closest(name: str, known: frozenset[str]) -> str:
+def _closest(name: str, known: Mapping[str, str]) -> str:
     from difflib import get_close_matches
 
     close = get_close_matches(name, sorted(known), n=1)

@@ -1,8 +1,12 @@
-"""What can be known to fail before an engine is started: its checkpoint, its memory, its port."""
+"""What can be known to fail before an engine is started: its checkpoint, its memory, its port.
+
+The stages call this with the checkpoint before them, and `oneaxis run` with what is known before the first stage.
+"""
 
 import errno
 import json
 import math
+import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -11,9 +15,10 @@ from typing import Any
 
 import psutil
 
-from oneaxis.config.schema import Serve
+from oneaxis.config.schema import Serve, ServeAttach
 from oneaxis.errors import UserError
-from oneaxis.serve.command import kv_cache_bytes, num_threads
+from oneaxis.installed import engine_device
+from oneaxis.serve.command import kv_cache_bytes, num_threads, single_process
 
 OVERHEAD_GIB = 2.0
 """Two processes with torch and vLLM, and the activations of a small model."""
@@ -42,6 +47,49 @@ def check_checkpoint(checkpoint: Path) -> dict[str, Any]:
     if weights_bytes(checkpoint) == 0:
         raise UserError(f"{checkpoint}: holds no weights; allowed: *.safetensors in the folder")
     return config
+
+
+def check_model(config: dict[str, Any], settings: Serve) -> None:
+    """What a model's config.json says against the engine's settings; what is not in it is not checked.
+
+    Raises:
+        UserError: the model has fewer positions, or the KV cache holds no sequence of full length.
+    """
+    check_length(config, settings)
+    device = engine_device()
+    if device == "cpu" and single_process(settings, device):
+        check_kv_cache(config, settings)
+
+
+def check_room(engines: Sequence[Serve]) -> None:
+    """Whether this machine can ever run these engines at once: ports, and on a CPU cores and memory.
+
+    What is free at this moment says little of when an engine starts, after other stages and others' runs: all memory
+    counts, and weights are left out.
+
+    Raises:
+        UserError: naming the key, its value and what is allowed.
+    """
+    if engine_device() == "cpu":
+        check_threads(engines, cores=len(os.sched_getaffinity(0)))
+        check_memory([(0, settings) for settings in engines], available=all_bytes(), free=False)
+    for port in {settings.port for settings in engines}:
+        reserve_port(port)[1].close()
+
+
+def check_key(settings: ServeAttach) -> str | None:
+    """The key that an attached endpoint wants, from the environment; None where it wants none.
+
+    Raises:
+        UserError: there is none in the named variable.
+    """
+    if settings.api_key_env is None:
+        return None
+    key = os.environ.get(settings.api_key_env, "")
+    if not key or not key.isascii() or not key.isprintable():
+        raise UserError(f"serve.api_key_env={settings.api_key_env}: {'holds more than a key' if key else 'not set'}; "
+                        "allowed: the name of an environment variable that holds the key")  # fmt: skip
+    return key
 
 
 def check_length(config: dict[str, Any], settings: Serve) -> None:
@@ -75,11 +123,22 @@ def available_bytes() -> int:
         return available
 
 
-def check_memory(needs: Sequence[tuple[int, Serve]], *, available: int) -> None:
+def all_bytes() -> int:
+    """Memory that processes here may ever have: the machine's, or less where a control group says less."""
+    total = psutil.virtual_memory().total
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
+        return total if limit == "max" else min(total, int(limit))
+    except (OSError, ValueError):
+        return total
+
+
+def check_memory(needs: Sequence[tuple[int, Serve]], *, available: int, free: bool = True) -> None:
     """Whether weights, KV cache and runtime of every engine fit into `available` bytes (a GPU's is vLLM's to judge).
 
     Args:
-        needs: for each engine the size of its weights, bytes, and its settings.
+        needs: for each engine the size of its weights, bytes (0: not known yet), and its settings.
+        free: whether `available` is what is free now, or all that there is.
 
     Raises:
         UserError: with each of the numbers, GiB.
@@ -92,10 +151,11 @@ def check_memory(needs: Sequence[tuple[int, Serve]], *, available: int) -> None:
     if sum(parts.values()) > available / 2**30:
         who = "the engine needs" if len(needs) == 1 else f"{len(needs)} engines need"
         asked = " + ".join(f"{settings.kv_cache_gib}" for _, settings in needs)
-        needed = " + ".join(f"{gib:.1f} {name}" for name, gib in parts.items())
+        needed = " + ".join(f"{gib:.1f} {name}" for name, gib in parts.items() if gib)
+        there = "are free; allowed: less, or end what holds the memory" if free else "are all there is; allowed: less"
         raise UserError(
             f"serve.kv_cache_gib={asked}: {who} {needed} = {sum(parts.values()):.1f} GiB, "
-            f"and {available / 2**30:.1f} GiB are free; allowed: less, or end what holds the memory"
+            f"and {available / 2**30:.1f} GiB {there}"
         )
 
 

@@ -45,15 +45,19 @@ def prompts_of(text: np.ndarray, split: SplitNixl, *, seed: int) -> list[list[in
     return [text[start : start + split.prompt_tokens].tolist() for start in starts[: split.requests]]
 
 
+def halves(serve: Serve, *, cores: int) -> list[Serve]:
+    """What the prefilling and the decoding engine have of the machine: half the cores and a free port each."""
+    settings = serve.model_copy(update={"threads": serve.threads or max(1, cores // 2), "port": 0})
+    return [settings, settings]
+
+
 def engine_specs(checkpoint: Path, serve: Serve, split: SplitNixl, logs: Path, *, cores: int) -> list[EngineSpec]:
     """The prefilling and the decoding engine. Each gets half the cores, and a side channel of its own."""
     specs = []
-    for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+    roles = (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+    for (name, role), half in zip(roles, halves(serve, cores=cores), strict=True):
         transfer = {"kv_connector": CONNECTORS[split.kind], "kv_role": role, "kv_buffer_device": "cpu"}
-        settings = serve.model_copy(update={
-            "threads": serve.threads or max(1, cores // 2), "port": 0,
-            "engine_args": {**serve.engine_args, "kv_transfer_config": transfer},
-        })  # fmt: skip
+        settings = half.model_copy(update={"engine_args": {**serve.engine_args, "kv_transfer_config": transfer}})
         environment = {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()),
