@@ -250,9 +250,9 @@ def test_a_load_that_is_invalid_fails_a_run_that_ends_before_the_report(
 ) -> None:
     """What an earlier run left of other stages says nothing."""
     folder = artifacts()
-    write_json(folder / "sweep" / "guards.json", [
+    write_json(folder / "sweep" / "guards.json", all_guards(
         {"guard": 1, "name": "unique prompts", "valid": False, "evidence": {}, "reason": "4 of 8 prompts repeat"},
-    ])  # fmt: skip
+    ))  # fmt: skip
     assert verdict(folder.parent, needed) == code
     said = "oneaxis: the run is INVALID: guard 1, unique prompts: 4 of 8 prompts repeat\n"
     assert capsys.readouterr().err == said * code

@@ -214,8 +214,8 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
         return f"{given}: no such key; allowed: {hint}"
     if merged := re.match(r"Error merging override \+?(.*)", text, re.S):
         held = re.search(r"object_type=(dict|list)", str(error.__cause__))
-        key = merged.group(1).partition("=")[0]
-        kinds = {"dict": f"a mapping, {key}={{name: value}}", "list": f"a list, {key}=[value, ...]"}
+        name = merged.group(1).partition("=")[0]
+        kinds = {"dict": f"a mapping, {name}={{name: value}}", "list": f"a list, {name}=[value, ...]"}
         allowed = kinds[held.group(1)] if held else "a value of the kind that `oneaxis run --cfg job` shows"
         return f"{merged.group(1)}: cannot be set to this; allowed: {allowed}"
     if "Error parsing override" in text or "overrides/grammar" in text or "override_grammar" in text:
