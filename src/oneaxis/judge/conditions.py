@@ -18,7 +18,7 @@ import polars as pl
 from oneaxis.config.axes import ABSENT
 from oneaxis.config.schema import STAGE_SECTIONS
 from oneaxis.draft.engine import ARGUMENT
-from oneaxis.judge.founded import figure, read_load, read_requests
+from oneaxis.judge.founded import figure, read_load, read_requests, reused
 from oneaxis.judge.ledger import Finding
 from oneaxis.judge.records import UPSTREAM, Record, differences
 from oneaxis.judge.stalls import STALL_MADS, without_stalls
@@ -541,7 +541,7 @@ def stalls(arms: Arms, metric: str, claimed_effect: float) -> Finding:
             cells = requests if metric.endswith("/capacity_tok_s") else _cell(requests, metric)
             if cells is None or cells.is_empty():
                 continue
-            kept = without_stalls(cells, load)
+            kept = without_stalls(cells, load, reused(record, requests, load))
             counts += cells.height - kept.height
             if kept.height < cells.height:
                 before, after = (figure(record, table, metric) for table in (cells, kept))

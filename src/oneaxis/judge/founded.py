@@ -21,10 +21,11 @@ from oneaxis.load.capacity import Probe, conclude
 from oneaxis.load.client import REQUEST_SCHEMA
 from oneaxis.load.levels import LABEL, at_one_rate, level_size
 from oneaxis.load.metrics import capacity, summarise_cell
+from oneaxis.load.plan import PLAN_SCHEMA, reused_tokens
 from oneaxis.load.steps import step_fits
-from oneaxis.load.summary import speculation
+from oneaxis.load.summary import cache_block_tokens, speculation
 
-REQUESTS, CELLS = "requests.parquet", "cells.parquet"
+ARRIVALS, REQUESTS, CELLS = "arrivals.parquet", "requests.parquet", "cells.parquet"
 ROUNDING = 1e-6
 """Relative: metrics are written with all their digits, and another CPU may sum in another order."""
 
@@ -75,6 +76,28 @@ def read_load(record: Record) -> tuple[Mapping[str, Any], Mapping[str, ServiceCl
         pass
     raise UserError(f"{record.results.folder / 'sweep' / 'manifest.json'}: its section load has no service_class and "
                     "duration_s that can be read; `dvc repro -f -s sweep` measures again")  # fmt: skip
+
+
+def reused(record: Record, requests: pl.DataFrame, load: Mapping[str, Any]) -> dict[str, int]:
+    """`load.plan.reused_tokens` of a run; nothing where it declares no common start, or its engine caches none.
+
+    Raises:
+        UserError: when the arrivals are no such table.
+    """
+    shapes = load.get("shapes") or []
+    if not any(isinstance(shape, Mapping) and shape.get("shared_prefix") for shape in shapes):
+        return {}
+    realised = record.results.document("serve", "realised.json")
+    block = cache_block_tokens(realised) if realised else None
+    arrivals = record.results.table("sweep", ARRIVALS)
+    if not block or arrivals is None or "request_id" not in requests.columns:
+        return {}
+    for name in ("request_id", "prefix_group", "prefix_tokens"):
+        found = arrivals.schema.get(name)
+        if found is None or not (found == pl.Null or _alike(found, PLAN_SCHEMA[name])):
+            raise UserError(f"{record.results.folder / 'sweep' / ARRIVALS}: {'no column' if found is None else found} "
+                            f"{name}; allowed: the arrivals that a sweep writes")  # fmt: skip
+    return reused_tokens(arrivals, requests, block)
 
 
 def unfounded(record: Record, metrics: Sequence[str]) -> list[Problem]:

@@ -336,6 +336,26 @@ def expected_hit_rates(arrivals: pl.DataFrame, block_tokens: int, *, together: b
     return {f"{row['shape']} {row['level']}": row["hits"] / row["tokens"] for row in cells.iter_rows(named=True)}
 
 
+def reused_tokens(arrivals: pl.DataFrame, requests: pl.DataFrame, block_tokens: int) -> dict[str, int]:
+    """By request id, the prompt tokens that a prefix cache had when the request was sent, by the declared prefixes.
+
+    As `expected_hit_rates` has it, for each request by itself: whole blocks, from when one of the group had its first
+    token. Two of a group that are sent at once both find nothing. Requests that find nothing are not there.
+
+    Args:
+        arrivals: `PLAN_SCHEMA`.
+        requests: the request table; those that were not planned find nothing.
+        block_tokens: of the engine's cache.
+    """
+    planned = arrivals.filter(pl.col("prefix_group").is_not_null()).select(
+        "request_id", "prefix_group", found=pl.col("prefix_tokens") // block_tokens * block_tokens
+    )
+    sent = requests.select("shape", "level", "request_id", "sent_s", "first_token_s").join(planned, on="request_id")
+    cached_s = pl.col("first_token_s").min().over("shape", "level", "prefix_group")
+    found = sent.filter((pl.col("sent_s") >= cached_s) & (pl.col("found") > 0))
+    return dict(found.select("request_id", "found").iter_rows())
+
+
 def declared_prefixes(arrivals: pl.DataFrame) -> list[tuple[str, int] | None]:
     """For each request the group whose prefix it begins with and the prefix's tokens; None: it begins alone."""
     return [

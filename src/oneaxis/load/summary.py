@@ -21,7 +21,7 @@ from oneaxis.load.metrics import (
     requests_needed,
     summarise_cell,
 )
-from oneaxis.load.plan import Plan, declared_prefixes, due, expected_hit_rates, out_of_prompts
+from oneaxis.load.plan import Plan, declared_prefixes, due, expected_hit_rates, out_of_prompts, reused_tokens
 from oneaxis.load.sweep import Sweep
 
 CELL_METRICS = (
@@ -148,6 +148,7 @@ def judge(
     scope = ["level"] if plan.together else ["shape", "level"]
     counted = cells.unique(scope, keep="first", maintain_order=True)
     expected = expected_hit_rates(arrivals, cache_block_tokens, together=plan.together) if cache_block_tokens else {}
+    reused = reused_tokens(arrivals, sweep.requests, cache_block_tokens) if cache_block_tokens else {}
     return [
         guards.unique_prompts(
             prompts,
@@ -172,7 +173,7 @@ def judge(
         guards.survivors(arrivals["request_id"].to_list(), sweep.requests, cells),
         guards.output_limit(sweep.requests),
         guards.frozen_draws(draws, redraw),
-        stalls(sweep.requests, load.model_dump(), bounds.max_stall_shift),
+        stalls(sweep.requests, load.model_dump(), bounds.max_stall_shift, reused),
         guards.exclusive_device(lease, tenants, bounds.max_stray_cpu_share),
         guards.warmed_up(sweep.conditions, plan.warmups["request_id"].to_list(), measured),
         guards.server_truth(

@@ -4,7 +4,7 @@ A stage or a file that is not there reads as None or empty: the page then says "
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Results:
     metrics: Mapping[str, float]
     """All stages' metrics, flat: their names carry the stage."""
     provenance: Mapping[str, Mapping[str, Any]]
+    _tables: dict[Path, pl.DataFrame] = field(default_factory=dict, repr=False, compare=False)
+    """Those that were read: a verdict asks for the requests of a run once a claim and guard."""
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A section of the settings, as the stage that read it recorded it; empty when none did."""
@@ -64,6 +66,8 @@ class Results:
             UserError: when the file is no such table.
         """
         path = self.folder / stage / name
+        if path in self._tables:
+            return self._tables[path]
         if not path.is_file():
             return None
         try:
@@ -73,7 +77,9 @@ class Results:
             raise UserError(
                 f"{path}: no parquet table that can be read ({said}); `dvc checkout` restores it"
             ) from error
-        return table if table.height else None
+        if not table.height:
+            return None
+        return self._tables.setdefault(path, table)
 
     def document(self, stage: str, name: str) -> Any | None:
         """A JSON file of a stage; None when it is absent.
