@@ -3,6 +3,7 @@
 Oracle: the metrics as the stage writes them, of requests that are made up here. Nothing was measured.
 """
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import polars as pl
 import pytest
 
 from oneaxis.config.schema import Load
-from oneaxis.judge.founded import unfounded
+from oneaxis.errors import UserError
+from oneaxis.judge.founded import read_load, read_requests, reused, unfounded
 from oneaxis.judge.records import Record
 from oneaxis.judge.units import kind_of
 from oneaxis.load.capacity import Capacity, search_capacity
@@ -131,3 +133,40 @@ def test_every_figure_follows_from_its_tables_and_no_other_does(
             record.results.metrics[name] *= 1.001  # type: ignore[index]
     told = {problem.reason.split()[1] for problem in unfounded(record, claimable)}
     assert told == {name for name in claimable if record.results.metrics[name]}
+
+
+def test_what_declared_starts_had_in_the_cache_is_read_from_the_record(tmp_path: Path) -> None:
+    shared = {"tokens": 4, "groups": 1, "share": 1.0}
+    settings = load(shapes=[SHAPES[0] | {"shared_prefix": shared}, SHAPES[1]])
+    rows = cell("chat", "r2", 2.0)
+    record = recorded(tmp_path, rows, settings)
+    requests = read_requests(record)
+    assert requests is not None
+    section, _ = read_load(record)
+    names = [row["request_id"] for row in rows]
+    arrivals = pl.DataFrame({"request_id": names, "prefix_group": 0, "prefix_tokens": 4},
+                            schema_overrides={"prefix_group": pl.Int64, "prefix_tokens": pl.Int64})  # fmt: skip
+    # Nothing says whether there is a cache, or what was planned.
+    assert reused(record, requests, section) == {}
+    arrivals.write_parquet(tmp_path / "sweep" / "arrivals.parquet")
+    (tmp_path / "serve").mkdir()
+    realised = {"asked": {}, "differences": [], "cautions": [], "unverified": []}
+
+    def resolved(**what: Any) -> None:
+        (tmp_path / "serve" / "realised.json").write_text(json.dumps(realised | {"resolved": what}), encoding="utf-8")
+
+    resolved(prefix_caching=False, block_size=4)
+    assert reused(record, requests, section) == {}
+    resolved(prefix_caching=True, block_size=4)
+    # All but the first have a start that is cached: its token came before the next was sent.
+    assert reused(record, requests, section) == dict.fromkeys(names[1:], 4)
+    # A load that declares none is not asked.
+    assert reused(record, requests, section | {"shapes": SHAPES}) == {}
+    other = recorded(tmp_path / "other", rows, settings)
+    (tmp_path / "other" / "serve").mkdir()
+    (tmp_path / "other" / "serve" / "realised.json").write_bytes((tmp_path / "serve" / "realised.json").read_bytes())
+    arrivals.with_columns(pl.col("prefix_tokens").cast(pl.String)).write_parquet(
+        tmp_path / "other" / "sweep" / "arrivals.parquet"
+    )
+    with pytest.raises(UserError, match=r"arrivals\.parquet: String prefix_tokens; allowed"):
+        reused(other, requests, section)

@@ -230,6 +230,39 @@ def test_9_a_queue_a_long_answer_and_a_long_prompt_are_no_stalls() -> None:
     assert stalled(prompt.with_columns(asked_prompt_tokens=pl.lit(8)), STALL_LOAD).sum() == 1
 
 
+def test_9_a_prompt_that_is_computed_meanwhile_is_no_stall() -> None:
+    """Two common starts of 256 of 384 tokens: the first of each finds nothing, and computes three times as much."""
+    began = [2.0 * k for k in range(10)]
+    hit, miss = [0.2, *[0.03] * 7], [0.53, *[0.03] * 7]
+    waits = [miss if k in (0, 5) else hit for k in range(10)]
+    reused = {f"r{k}": 256 for k in range(10) if k not in (0, 5)}
+    cell = calls(began, waits, [384] * 10)
+    assert not stalled(cell, STALL_LOAD, reused).any()
+    # Without a cache they are stalls: nothing says why they took so long.
+    assert stalled(cell, STALL_LOAD).arg_true().to_list() == [0, 5]
+    check(stalls(cell, STALL_LOAD, 0.25), "2 of 10 calls stalled, and without them ttft_p90_ms is 200, not 530")
+    check(stalls(cell, STALL_LOAD, 0.25, reused))
+    # A call beside the second of them, whose tokens wait for that prompt.
+    began[4], waits[4] = 9.81, [0.2, 0.52, *[0.03] * 6]
+    cell = calls(began, waits, [384] * 10)
+    assert stalled(cell, STALL_LOAD).arg_true().to_list() == [0, 4]
+    assert not stalled(cell, STALL_LOAD, reused).any()
+    # A first that takes three times as long as it should, one that finds its start and does not run, and a call that
+    # waits for no prompt.
+    for place, own in ((5, [1.6, *[0.03] * 7]), (7, miss), (8, [0.2, 0.52, *[0.03] * 6])):
+        slow = calls(began, [own if k == place else wait for k, wait in enumerate(waits)], [384] * 10)
+        assert stalled(slow, STALL_LOAD, reused)[place], place
+
+
+def test_9_a_prompt_of_another_shape_is_computed_meanwhile_where_shapes_go_together() -> None:
+    began = [2.0 * k for k in range(10)]
+    short = calls(began, [[0.2, 3.0, 0.1, 0.1] if k == 3 else EVEN for k in range(10)])
+    long = calls([6.3], [[2.9, 0.1, 0.1, 0.1]], [400]).with_columns(shape=pl.lit("long"))
+    both = pl.concat([short, long])
+    assert not stalled(both, STALL_LOAD | {"together": True}).any()
+    assert stalled(both, STALL_LOAD | {"together": False}).arg_true().to_list() == [3]
+
+
 def test_9_an_engine_that_stands_still_stalls_all_who_wait() -> None:
     began = [float(k) for k in range(20)] + [20.0, 20.1, 20.2]
     waits = [EVEN] * 20 + [[6.0, 0.1, 0.1, 0.1], [5.9, 0.1, 0.1, 0.1], [5.8, 0.1, 0.1, 0.1]]

@@ -87,6 +87,11 @@ class FakeServer:
     """Whether the prefix cache counts every token of a prompt whose first 4 tokens it has seen as a hit."""
     reuse_all: bool = False
     """Whether it counts every token of every prompt as a hit."""
+    block_tokens: int | None = None
+    """When set, it has a prefix cache of such blocks, and counts as hits what of a prompt is cached as it comes: its
+    leading whole blocks, if another prompt had them and its first token came."""
+    prefill_s: float = 0.0
+    """How long it takes to compute a token of a prompt that is not cached."""
     seeds: int | None = None
     """How many seeds it tells apart (1: sampled answers are all the same); None: all."""
     freeze_at: int | None = None
@@ -117,6 +122,7 @@ class FakeServer:
     _frozen_until: float = 0.0
     _served: asyncio.Lock = field(default_factory=asyncio.Lock)
     _starts: set[tuple[int, ...]] = field(default_factory=set)
+    _blocks: set[tuple[int, ...]] = field(default_factory=set)
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
     connections: dict[asyncio.Task[Any], asyncio.WriteTransport] = field(default_factory=dict)
     """All that there were, by the task that handles them."""
@@ -178,6 +184,7 @@ class FakeServer:
         elif path == "/reset_prefix_cache":
             self.calls.append(path)
             self._starts.clear()
+            self._blocks.clear()
             self.reply(writer, 200 if self.offers_reset else 404, '{"success": true}')
         else:
             assert path in ("/v1/completions", "/v1/chat/completions"), path
@@ -305,6 +312,11 @@ class FakeServer:
             self.count("prefix_cache_hits_total", len(prompt))
         self.count("generation_tokens_total", self.other_tokens)
         self._starts.add(tuple(prompt[:4]))
+        # A chain of blocks is known by the whole prompt up to its end.
+        block = self.block_tokens or len(prompt) + 1
+        chains = [tuple(prompt[:end]) for end in range(block, len(prompt) + 1, block)]
+        cached = max((len(chain) for chain in chains if chain in self._blocks), default=0)
+        self.count("prefix_cache_hits_total", cached)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         chunks = answer.chunks
         if chunks is None:
@@ -315,7 +327,8 @@ class FakeServer:
         total = 0
         for index, (pause, tokens) in enumerate(chunks):
             last = index == len(chunks) - 1
-            await asyncio.sleep(pause + (answer.stall_s if last else 0.0))
+            prefill_s = 0.0 if index else self.prefill_s * (len(prompt) - cached)
+            await asyncio.sleep(pause + prefill_s + (answer.stall_s if last else 0.0))
             await asyncio.sleep(max(self._frozen_until - time.perf_counter(), 0.0))
             text = "".join(LETTERS[(total + k) % len(LETTERS)] for k in range(tokens))
             total += tokens
@@ -332,6 +345,7 @@ class FakeServer:
                 self.observe("inter_token_latency_seconds", now - seen.chunk_at[-1])
             else:
                 self.observe("time_to_first_token_seconds", now - seen.received_at)
+                self._blocks.update(chains)
             seen.chunk_at.append(now)
             seen.chunk_tokens.append(tokens)
             await wire.event(event)

@@ -18,7 +18,7 @@ import numpy as np
 import polars as pl
 import uvloop
 
-from oneaxis.config.schema import Guards, Load
+from oneaxis.config.schema import Guards, Load, SharedPrefix
 from oneaxis.judge.guards import Guard
 from oneaxis.load.draws import draw_answers
 from oneaxis.load.plan import Plan, draw_plan
@@ -49,6 +49,19 @@ SMALL = LOAD.model_copy(
 """Two cells of four requests, a tenth of a second apart."""
 LONGER = SMALL.model_copy(update={"duration_s": 2.0, "request_timeout_s": 10.0})
 """Twenty requests a cell: what touches half a second of them touches a minority."""
+PREFIXED = LONGER.model_copy(
+    update={
+        "shapes": [
+            SMALL.shapes[0].model_copy(update={"shared_prefix": SharedPrefix(tokens=20, groups=2, share=1.0)}),
+            SMALL.shapes[1],
+        ],
+        "rates_rps": [2.0],
+        "duration_s": 5.0,
+    }
+)
+"""Ten requests a cell. Those of one shape begin in one of two declared ways, and only the first of each is new."""
+CACHES = {"block_tokens": 4, "prefill_s": 0.012}
+"""A prompt of 24 tokens takes 0.29 s, and 0.05 s where 20 of them are cached."""
 GAP = Answer(gap_s=0.15)
 """Answers of half a second: what a busy machine may hold up is small against it."""
 CONFIG = {"model_type": "llama", "dtype": "bfloat16", "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE,
@@ -71,11 +84,12 @@ class Run:
     lease: Mapping[str, Any] | None = field(default_factory=lambda: HELD)
     tenants: Mapping[str, Any] = field(default_factory=lambda: ALONE)
     load: Load = SMALL
+    cache_block_tokens: int | None = None
 
     def judged(self) -> list[Guard]:
         """The verdicts of the guards."""
         return judge(self.plan, self.sweep, self.cells, self.differences, BOUNDS, load=self.load, lease=self.lease,
-                     tenants=self.tenants, draws=self.draws)  # fmt: skip
+                     tenants=self.tenants, draws=self.draws, cache_block_tokens=self.cache_block_tokens)  # fmt: skip
 
     def with_requests(self, requests: pl.DataFrame) -> "Run":
         """With another request table, summed up as the product does."""
@@ -174,14 +188,24 @@ def measured(cases: Sequence[tuple[FakeServer, Fault, Plan]], at_once: int) -> l
     finally:
         gc.unfreeze()
     return [
-        fault.record(Run(fault.meant(plan), sweep, summarise(sweep, fault.load), differences, draws, load=fault.load))
+        fault.record(
+            Run(
+                fault.meant(plan),
+                sweep,
+                summarise(sweep, fault.load),
+                differences,
+                draws,
+                load=fault.load,
+                cache_block_tokens=fault.server.get("block_tokens"),
+            )
+        )
         for (_, fault, plan), sweep, (draws, differences) in zip(cases, sweeps, probed, strict=True)
     ]
 
 
 def sweep_all(faults: Mapping[str, Fault]) -> dict[str, list[Guard]]:
     """The guards of a sweep with each of the faults: those that hold up nobody side by side, the others after."""
-    plans = {fault.load.duration_s: draw(load=fault.load) for fault in faults.values()}
+    plans = {id(fault.load): draw(load=fault.load) for fault in faults.values()}
     together = {name: fault for name, fault in faults.items() if not fault.alone}
     parts = [together, *({name: fault} for name, fault in faults.items() if fault.alone)]
     found: dict[str, list[Guard]] = {}
@@ -190,7 +214,7 @@ def sweep_all(faults: Mapping[str, Fault]) -> dict[str, list[Guard]]:
             cases = [
                 (servers.enter_context(served(fault, plan)), fault, plan)
                 for fault in part.values()
-                for plan in [plans[fault.load.duration_s]]
+                for plan in [plans[id(fault.load)]]
             ]
             runs = measured(cases, at_once=30)
         found |= {name: run.judged() for name, run in zip(part, runs, strict=True)}
@@ -213,6 +237,25 @@ def some(plan: Plan, first: int, last: int | None = None) -> list[str]:
     return plan.arrivals.group_by("shape", "level", maintain_order=True).agg(
         pl.col("request_id").slice(first, last - first)
     )["request_id"].explode().to_list()  # fmt: skip
+
+
+def quick(plan: Plan, stalling: Sequence[str] = ()) -> dict[str, Answer]:
+    """Every answer takes little beside its prompt; some wait before their last token."""
+    answers = dict.fromkeys(plan.arrivals["request_id"], Answer(gap_s=0.02))
+    return answers | dict.fromkeys(stalling, Answer(gap_s=0.02, stall_s=6.0))
+
+
+def firsts(plan: Plan) -> list[str]:
+    """Names of the first request of each declared start."""
+    started = plan.arrivals.filter(pl.col("prefix_group").is_not_null())
+    return started.unique(("shape", "level", "prefix_group"), keep="first", maintain_order=True)["request_id"].to_list()
+
+
+CLEAN = {
+    "short cells": Fault(0, "nothing is wrong"),
+    "longer cells": Fault(0, "nothing is wrong", load=LONGER),
+    "declared starts": Fault(0, "nothing is wrong", server=CACHES, answers=quick, load=PREFIXED),
+}
 
 
 # --- what faulty tools do -------------------------------------------------------------------------------------------
@@ -381,6 +424,12 @@ FAULTS: dict[str, Fault] = {
     "stalled calls": Fault(
         9, "three answers of twenty wait six seconds for their last token",
         answers=lambda plan: dict.fromkeys(some(plan, 1, 4), STALL), load=LONGER),
+    "a start that hangs": Fault(
+        9, "the first answer of each declared start waits six seconds for its last token",
+        server=CACHES, answers=lambda plan: quick(plan, firsts(plan)), load=PREFIXED),
+    "stalls after a start": Fault(
+        9, "two answers of ten whose start is cached wait six seconds for their last token",
+        server=CACHES, answers=lambda plan: quick(plan, some(plan, 6, 8)), load=PREFIXED),
     "a frozen engine": Fault(
         9, "the engine stands still for six seconds", server={"freeze_at": 19, "freeze_s": 6.0}, load=LONGER),
     "no lease": Fault(10, "the device was not held", record=lambda run: replace(run, lease=None)),

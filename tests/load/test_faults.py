@@ -11,20 +11,18 @@ import pytest
 
 from oneaxis.judge.guards import Guard
 from tests.load.fake_server import Answer, fake_server
-from tests.load.faults import FAULTS, LONGER, SMALL, Fault, draw, measured, sweep_all, with_table
+from tests.load.faults import CLEAN, FAULTS, SMALL, Fault, draw, measured, sweep_all, with_table
 
 CLEAN_RUNS = 100
-LOADS = {"short cells": SMALL, "longer cells": LONGER}
 
 
 @pytest.fixture(scope="module")
 def judged() -> Mapping[str, list[Guard]]:
     """The guards of a sweep with each fault, and of one without."""
-    clean = {name: Fault(0, "nothing is wrong", load=load) for name, load in LOADS.items()}
-    return sweep_all({**clean, **FAULTS})
+    return sweep_all({**CLEAN, **FAULTS})
 
 
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("load", CLEAN)
 def test_without_a_fault_every_guard_passes(judged: Mapping[str, list[Guard]], load: str) -> None:
     assert [guard for guard in judged[load] if not guard.valid] == []
     assert [guard.number for guard in judged[load]] == [1, 2, 3, 5, 6, 7, 8, 9, 10, 13, 15]

@@ -19,6 +19,7 @@ from oneaxis.load.plan import (
     draw_plan,
     draw_ramp,
     expected_hit_rates,
+    reused_tokens,
     text_tokens,
 )
 from oneaxis.load.trace import read_trace
@@ -162,6 +163,33 @@ def test_declared_prefixes_are_shared_by_their_groups_and_nothing_else_is() -> N
     level = expected_hit_rates(arrivals, 16, together=True)
     of_both = 150 * n + 16 * (arrivals.height - n)
     assert level == {cell: pytest.approx((shared.height - 3) * 64 / of_both) for cell in ("rag r20", "short r20")}
+
+
+def test_a_request_finds_its_declared_start_once_another_of_its_group_has_a_token() -> None:
+    shapes = [{"name": "rag", "prompt_tokens": 150, "output_tokens": 4,
+               "shared_prefix": {"tokens": 70, "groups": 3, "share": 0.6}},
+              {"name": "short", "prompt_tokens": 16, "output_tokens": 20}]  # fmt: skip
+    arrivals = draw(load(shapes=shapes)).arrivals
+    generator = np.random.default_rng()
+    sent_s = arrivals["intended_s"].to_numpy() + generator.uniform(0, 0.1, arrivals.height)
+    first_s: list[float | None] = (sent_s + generator.uniform(0.1, 2.0, arrivals.height)).tolist()
+    for failed in generator.choice(arrivals.height, size=10, replace=False):
+        first_s[failed] = None
+    requests = arrivals.select("shape", "level", "request_id").with_columns(
+        sent_s=pl.Series(sent_s), first_token_s=pl.Series(first_s, dtype=pl.Float64)
+    )
+    rows = [(row["level"], row["prefix_group"], row["request_id"]) for row in arrivals.iter_rows(named=True)]
+    expected = {}
+    for sent, (level, group, name) in zip(sent_s, rows, strict=True):
+        others = [first for first, (of, same, _) in zip(first_s, rows, strict=True)
+                  if group is not None and (of, same) == (level, group) and first is not None]  # fmt: skip
+        if any(first <= sent for first in others):
+            expected[name] = 64
+    assert 20 < len(expected) < arrivals["prefix_group"].count()
+    assert reused_tokens(arrivals, requests, 16) == expected
+    # Of blocks that are longer than the start nothing is found; nor by requests that were not planned.
+    assert reused_tokens(arrivals, requests, 128) == {}
+    assert reused_tokens(arrivals, requests.with_columns(pl.col("request_id") + "?"), 16) == {}
 
 
 def test_prompts_repeat_only_where_that_is_asked_for() -> None:

@@ -90,7 +90,7 @@ def reused(record: Record, requests: pl.DataFrame, load: Mapping[str, Any]) -> d
     realised = record.results.document("serve", "realised.json")
     block = cache_block_tokens(realised) if realised else None
     arrivals = record.results.table("sweep", ARRIVALS)
-    if not block or arrivals is None or "request_id" not in requests.columns:
+    if not isinstance(block, int) or block < 1 or arrivals is None or "request_id" not in requests.columns:
         return {}
     for name in ("request_id", "prefix_group", "prefix_tokens"):
         found = arrivals.schema.get(name)
