@@ -60,7 +60,9 @@ def test_every_choice_composes(root: Path, group: str, choice: str) -> None:
         (["+train.bet=1"], ["train.bet=1", "no such key"]),
         (["train.probes.watched=17"], ["train.probes", "watched is 17", "at most prompts (16)"]),
         (["+train.probes.texts.'a b'=x"], ["+train.probes.texts.'a b'=x", "not an override"]),
-        (["train=none", "train.beta=1"], ["train.beta=1", "no such key"]),
+        (["train=none", "train.beta=1"], ["train.beta=1", "no such key", "train=dpo", "would have it"]),
+        (["load.search.probes=3"], ["load.search.probes=3: no such key", "; load=capacity would have it"]),
+        (["train.warmup_steps=1000"], ["train: warmup_steps is 1000", "allowed: at most steps"]),
         (["quantize.smooth.alpha=2"], ["quantize.smooth.alpha=2", "less than or equal to 1"]),
         (["quantize.smooth.sites=[qkv,qkv]"], ["quantize.smooth", "at most once"]),
         (["quantize.ignore=[]"], ["quantize", "lm_head"]),
@@ -307,12 +309,12 @@ def test_equal_compositions_are_made_once_until_a_file_changes(
     monkeypatch.setattr(hydra, "compose", lambda *given, **named: calls.append(given) or real(*given, **named))
     first = compose_raw(conf, ["load=paired"])
     first["load"]["duration_s"] = -1
-    assert compose_raw(conf, ["load=paired"])["load"]["duration_s"] == 20
+    assert compose_raw(conf, ["load=paired"])["load"]["duration_s"] == 24
     assert len(calls) == 1
     compose_raw(conf, ["load=closed"])
     assert len(calls) == 2
     paired = conf / "load" / "paired.yaml"
-    paired.write_text(paired.read_text().replace("duration_s: 20", "duration_s: 21"))
+    paired.write_text(paired.read_text().replace("duration_s: 24", "duration_s: 21"))
     assert compose_raw(conf, ["load=paired"])["load"]["duration_s"] == 21
     paired.unlink()
     for _ in range(2):

@@ -137,7 +137,7 @@ def _composed(
                             "sample=on_policy (which pairs=on_policy chooses), or pairs=all")  # fmt: skip
     except (HydraException, OmegaConfBaseException) as error:
         unmerged = _no_mapping(conf_dir, overrides) if "raised while composing config" in str(error) else ""
-        raise UserError(without_secret(unmerged or _explain_hydra(error, overrides))) from error
+        raise UserError(without_secret(unmerged or _explain_hydra(error, overrides, conf_dir))) from error
     except Exception as error:
         # Broken YAML reaches us as the parser's own exception; anything else is a bug and keeps its traceback.
         if type(error).__module__.startswith(("yaml", "antlr4")):
@@ -189,7 +189,21 @@ FREE_MAPPINGS = ("load.classes", "sample.engine.engine_args", "score.premises", 
 """Settings whose keys are the user's: one that is not there yet is added by `+`."""
 
 
-def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
+def _choices_with(key: str, conf_dir: Path) -> list[str]:
+    """The choices of the key's group whose own file sets it, such as load=capacity for load.search.probes."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    group, _, inside = key.partition(".")
+    found = []
+    for path in sorted((conf_dir / group).glob("*.yaml")) if inside else []:
+        with suppress(OSError, OmegaConfBaseException, YAMLError, ValueError):
+            if OmegaConf.select(OmegaConf.load(path), inside) is not None:
+                found.append(f"{group}={path.stem}")
+    return found
+
+
+def _explain_hydra(error: Exception, overrides: Sequence[str], conf_dir: Path) -> str:
     text = str(error)
     choice = re.search(r"Could not find '([\w./-]+)'.*?Available options in '([\w/]+)':((?:\n\s+[\w.-]+)+)", text, re.S)
     if choice:
@@ -211,6 +225,8 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
             return f"{given}: no such key yet; allowed: +{given.lstrip('+')}, which adds it"
         parent, _, _ = unknown.group(1).rpartition(".")
         hint = f"a key of `{parent}` as `oneaxis run --cfg job` shows it" if parent else ", ".join(Config.model_fields)
+        if having := _choices_with(unknown.group(1), conf_dir):
+            hint += f"; {' and '.join(having)} would have it"
         return f"{given}: no such key; allowed: {hint}"
     if merged := re.match(r"Error merging override \+?(.*)", text, re.S):
         held = re.search(r"object_type=(dict|list)", str(error.__cause__))

@@ -270,6 +270,11 @@ class Lora(Section):
     """Names of modules, an expression that matches their full names, or `all-linear`: all but the head."""
 
 
+def _check_warmup(warmup_steps: int, steps: int) -> None:
+    if warmup_steps > steps:
+        raise ValueError(f"warmup_steps is {warmup_steps}; allowed: at most steps ({steps})")
+
+
 class TrainDpo(Section):
     """DPO through TRL. `rpo_alpha` adds rpo_alpha * NLL(chosen), averaged over all chosen tokens of the batch."""
 
@@ -301,6 +306,11 @@ class TrainDpo(Section):
     def _batch_is_shared_out(self) -> "TrainDpo":
         if self.batch_size % self.processes:
             raise ValueError(f"processes is {self.processes}; allowed: a divisor of batch_size ({self.batch_size})")
+        return self
+
+    @model_validator(mode="after")
+    def _warms_up_within_its_steps(self) -> "TrainDpo":
+        _check_warmup(self.warmup_steps, self.steps)
         return self
 
     def idle(self) -> dict[str, str]:
@@ -618,8 +628,8 @@ class DraftLayers(Section):
 
     @model_validator(mode="after")
     def _warms_up_within_its_steps(self) -> "DraftLayers":
-        if self.steps and self.warmup_steps > self.steps:
-            raise ValueError(f"warmup_steps is {self.warmup_steps}; allowed: at most steps ({self.steps})")
+        if self.steps:
+            _check_warmup(self.warmup_steps, self.steps)
         return self
 
 
