@@ -72,9 +72,9 @@ def test_row_says_everything_that_the_decision_rests_on(page: Any) -> None:
     """−0.31 of 15.4 is −2.0%; the interval is 0.18 wide, so two places carry it."""
     table = page.table(f"{PPL}, by effect")
     assert table.row("alpha=0.5") == [
-        "alpha=0.5", "✓ accept", "15.40", "15.09", "−0.31", "[−0.40, −0.22]", "−2.0%", "16 sequences", "0.012",
-        "paired t", "the interval clears the bar"]  # fmt: skip
-    assert table.row("alpha=1.0")[2:] == [*["–"] * 7, "", "failed: quantize: a scale is not finite"]
+        "alpha=0.5", "✓ accept", "15.40", "15.09", "−0.31", "[−0.40, −0.22]", "−2.0%",
+        "16 sequences, p 0.012, paired t", "the interval clears the bar"]  # fmt: skip
+    assert table.row("alpha=1.0")[2:] == [*["–"] * 6, "failed: quantize: a scale is not finite"]
     assert "Before the run: lower is better, smallest that counts 0.100, expected −0.200." in page.text
 
 
@@ -257,7 +257,7 @@ def test_holm_and_warnings_are_shown(tmp_path: Path, multirun: Make, judged: Mak
              verdicts=[judged("a=1", PPL, "tie", -0.3, 0.4, p_adjusted=0.0369, num_claims=3,
                               warnings=["another boot"])])  # fmt: skip
     page = outline(write_multirun_report(tmp_path))
-    assert page.table(f"{PPL}, by effect").row("a=1")[8:10] == ["0.012", "paired t; p 0.037 by Holm over 3 claims"]
+    assert page.table(f"{PPL}, by effect").row("a=1")[7].endswith("p 0.012, paired t, p 0.037 by Holm over 3 claims")
     assert "another boot (a=1)" in page.text
 
 
@@ -335,7 +335,7 @@ def test_page_of_an_interrupted_multirun(tmp_path: Path, multirun: Make, judged:
     assert "1 of 3 jobs not ended: alpha=0.8 r0" in page.text
     assert "1 of 2 points without a verdict: alpha=0.8" in page.text
     assert f"no verdict on what is claimed: {TTFT}" in page.text
-    assert page.table(f"{PPL}, by effect").row("alpha=0.8")[10] == "not ended"
+    assert page.table(f"{PPL}, by effect").row("alpha=0.8")[8] == "not ended"
 
 
 def test_nothing_started(tmp_path: Path, multirun: Make, outline: Make) -> None:

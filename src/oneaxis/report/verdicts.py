@@ -166,12 +166,14 @@ def effect_table(multirun: Multirun, comparison: Comparison) -> Table:
             _to_page(multirun, row.point), WORDS.get(row.decision, row.decision),
             text.number(finite(v.get("baseline_value")), 4), text.number(finite(v.get("candidate_value")), 4),
             *row.shown, text.signed_percent(finite(v.get("relative_effect"))),
-            text.plural(finite(v.get("n")), v.get("unit_of_pairing")), _p_value(p) if p is not None else text.NONE,
-            "; ".join(filter(None, [str(v.get("test") or ""), holm])), row.reason,
+            ", ".join(filter(None, [
+                text.plural(finite(v.get("n")), v.get("unit_of_pairing")),
+                f"p {_p_value(p)}" if p is not None else "", str(v.get("test") or ""), holm,
+            ])), row.reason,
         ])  # fmt: skip
     return Table(
-        ("Point", "decision", "baseline", "candidate", "effect", "interval", "relative", "n", "p", "test", "why"), rows,
-        "lsrrrrrlrww", caption=f"{comparison.metric}, by effect",
+        ("Point", "decision", "baseline", "candidate", "effect", "interval", "relative", "evidence", "why"), rows,
+        "lsrrrrrww", caption=f"{comparison.metric}, by effect",
         note=f"Effect: candidate − baseline ({multirun.plan.baseline.name})"
         f"{f', in {comparison.unit}' if comparison.unit else ''}. Interval: "
         f"{text.percent(multirun.plan.gate.get('confidence'), 0)}, paired. {expectation(comparison)}",
