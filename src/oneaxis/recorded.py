@@ -14,11 +14,21 @@ from typing import Any
 from oneaxis.artifacts import read_json
 from oneaxis.errors import UserError
 
-Kinds = Mapping[str, type | tuple[type, ...]]
-"""Member -> what it is."""
+Kind = Any
+"""What a value is: a type; `NUMBER`; an object by the kinds of its members (a mapping); rows of a kind (a list of it);
+or any of several (a tuple)."""
+Kinds = Mapping[str, Kind]
+"""Member -> what it is, where it is there."""
 
+
+class Whole(dict[str, Kind]):
+    """Kinds of members that all have to be there."""
+
+
+NUMBER = float
+"""Whole or not; true and false are none."""
 JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number",
-                               NoneType: "null"}  # fmt: skip
+                               float: "a number", NoneType: "null"}  # fmt: skip
 LONGEST_SHOWN = 60
 """Characters of a wrong value that an error shows."""
 
@@ -35,10 +45,32 @@ def read_object(path: Path, members: Kinds = MappingProxyType({})) -> dict[str, 
     held = read_json(path)
     if not isinstance(held, dict):
         raise UserError(f"{path}: holds {shown(held)}; allowed: an object")
-    for name, kind in members.items():
-        if name in held and not isinstance(held[name], kind):
-            raise UserError(f"{path}: {name} is {shown(held[name])}; allowed: {_names(kind)}")
+    _check_members(path, held, members, "")
     return held
+
+
+def _check_members(path: Path, held: Mapping[str, Any], members: Kinds, at: str) -> None:
+    for name, kind in members.items():
+        if name in held:
+            _check(path, held[name], kind, f"{at}{name}")
+        elif isinstance(members, Whole):
+            raise UserError(f"{path}: {at}{name} is missing; allowed: {_names(kind)}")
+
+
+def _check(path: Path, value: Any, kind: Kind, where: str) -> None:
+    """Raise a UserError unless the value is of the kind."""
+    for one in kind if isinstance(kind, tuple) else (kind,):
+        if isinstance(one, Mapping):
+            if isinstance(value, dict):
+                return _check_members(path, value, one, f"{where}.")
+        elif isinstance(one, list):
+            if isinstance(value, list):
+                for place, each in enumerate(value):
+                    _check(path, each, one[0], f"{where}.{place}")
+                return None
+        elif isinstance(value, int | float if one is NUMBER else one) and (one is bool or not isinstance(value, bool)):
+            return None
+    raise UserError(f"{path}: {where} is {shown(value)}; allowed: {_names(kind)}")
 
 
 def read_rows(path: Path, members: Kinds) -> list[dict[str, Any]]:
@@ -62,8 +94,10 @@ def read_rows(path: Path, members: Kinds) -> list[dict[str, Any]]:
     return held
 
 
-def _names(kind: type | tuple[type, ...]) -> str:
-    return " or ".join(JSON_NAMES[each] for each in (kind if isinstance(kind, tuple) else (kind,)))
+def _names(kind: Kind) -> str:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    held = [dict if isinstance(one, Mapping) else list if isinstance(one, list) else one for one in kinds]
+    return " or ".join(JSON_NAMES[one] for one in held)
 
 
 def shown(value: Any) -> str:

@@ -135,6 +135,35 @@ def test_every_figure_follows_from_its_tables_and_no_other_does(
     assert told == {name for name in claimable if record.results.metrics[name]}
 
 
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (
+            pl.lit([], dtype=pl.List(pl.Float64)).alias("token_times"),
+            "token_times of 37 of 37 answers do not begin with",
+        ),
+        ((pl.col("first_token_s") + 0.1).alias("first_token_s"), "token_times of 37 of 37 answers do not begin with"),
+        (pl.lit(float("inf")).alias("done_s"), "done_s holds a value that is no finite number"),
+        (pl.lit(None, dtype=pl.Float64).alias("sent_s"), "sent_s is missing in 37 of 37 rows"),
+    ],
+)
+def test_a_table_that_no_sweep_writes_voids(tmp_path: Path, column: pl.Expr, said: str) -> None:
+    record = recorded(tmp_path, cell("chat", "r2", 2.0), load())
+    path = tmp_path / "sweep" / "requests.parquet"
+    pl.read_parquet(path).with_columns(column).write_parquet(path)
+    [problem] = unfounded(record, ["sweep/chat/r2/ttft_p90_ms"])
+    assert problem.kind == "invalid"
+    assert said in problem.reason
+
+
+def test_request_ids_of_another_kind_are_no_table_of_requests(tmp_path: Path) -> None:
+    record = recorded(tmp_path, cell("chat", "r2", 2.0), load())
+    path = tmp_path / "sweep" / "requests.parquet"
+    pl.read_parquet(path).with_columns(request_id=pl.int_range(pl.len())).write_parquet(path)
+    with pytest.raises(UserError, match=r"requests\.parquet: Int64 in request_id; allowed: the table of requests"):
+        read_requests(record)
+
+
 def test_what_declared_starts_had_in_the_cache_is_read_from_the_record(tmp_path: Path) -> None:
     shared = {"tokens": 4, "groups": 1, "share": 1.0}
     settings = load(shapes=[SHAPES[0] | {"shared_prefix": shared}, SHAPES[1]])

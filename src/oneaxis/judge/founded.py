@@ -46,7 +46,7 @@ def read_requests(record: Record) -> pl.DataFrame | None:
     table = record.results.table("sweep", REQUESTS)
     if table is None:
         return None
-    for name in (*NEEDED, *({"service_class"} & set(table.columns))):
+    for name in (*NEEDED, *(name for name in ("service_class", "request_id") if name in table.columns)):
         found = table.schema.get(name)
         if found is None or (found != pl.Null and not _alike(found, REQUEST_SCHEMA[name])):
             path, said = record.results.folder / "sweep" / REQUESTS, "no column" if found is None else f"{found} in"
@@ -147,6 +147,9 @@ def _broken(requests: pl.DataFrame, classes: Mapping[str, ServiceClass]) -> str:
     odd = next((level for level in requests["level"].unique() if not re.fullmatch(LABEL, level)), None)
     if odd is not None:
         return f"level {odd} is no level of a sweep"
+    first = answered.filter(pl.col("token_times").list.first().ne_missing(pl.col("first_token_s"))).height
+    if first:
+        return f"token_times of {first} of {answered.height} answers do not begin with first_token_s"
     unknown = set(requests["service_class"].to_list()) - set(classes)
     return f"service_class {min(map(str, unknown))} is none of load ({', '.join(classes)})" if unknown else ""
 

@@ -6,6 +6,7 @@ A stage or a file that is not there reads as None or empty: the page then says "
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import polars as pl
@@ -13,20 +14,26 @@ import polars as pl
 from oneaxis.artifacts import MANIFEST
 from oneaxis.config import STAGE_SECTIONS
 from oneaxis.errors import UserError
-from oneaxis.recorded import Kinds, check_sections, read_manifest, read_metrics, read_object, read_rows
+from oneaxis.recorded import NUMBER, Kinds, Whole, check_sections, read_manifest, read_metrics, read_object, read_rows
 
 STAGES = tuple(stage for stage in STAGE_SECTIONS if stage != "report")
 
-PROVENANCE: Kinds = {"params": dict, "versions": dict, "hardware": dict, "git": dict, "observed": dict,
-              "lease": (dict, type(None)), "load_before": (list, type(None))}  # fmt: skip
+CELL = Whole(shape=str, level=str, warmup_requests=int, warmup_ok=int, prefix_cache_reset=bool)
+PROVENANCE: Kinds = {
+    "params": dict, "versions": dict, "observed": {"cells": [CELL]},
+    "hardware": {"boot_id": (str, NoneType), "cpus": (int, NoneType)},
+    "git": {"commit": (str, NoneType), "dirty": (bool, NoneType)},
+    "lease": (Whole(device=str, exclusive=(bool, NoneType), waited_s=NUMBER), NoneType),
+    "load_before": ([NUMBER], NoneType),
+}  # fmt: skip
 MEMBERS: dict[str, Kinds] = {
     "realised.json": {"asked": dict, "resolved": dict, "differences": list, "cautions": list, "unverified": list},
     "summary.json": {"tasks": dict, "invalid": list, "warnings": list},
-    "displacement.json": {"verdict": str, "reasons": list, "warnings": list, "stopped": (dict, type(None))},
+    "displacement.json": {"verdict": str, "reasons": list, "warnings": list, "stopped": (dict, NoneType)},
 }
 """Documents that are objects -> what some of their members are."""
 ROWS: dict[str, Kinds] = {
-    "guards.json": {"guard": int, "name": str, "valid": bool, "reason": str},
+    "guards.json": {"guard": int, "name": str, "valid": bool, "reason": str, "evidence": dict},
     "smoke.json": {"prompt": str, "sane": bool},
 }
 """Documents that are lists -> what each of their rows has."""
