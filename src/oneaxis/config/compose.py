@@ -20,7 +20,15 @@ from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from oneaxis.config.schema import ARRIVAL_SETTINGS, NO_STAGE, STAGE_SECTIONS, Config, derived_paths, without_secret
+from oneaxis.config.schema import (
+    ARRIVAL_SETTINGS,
+    NO_STAGE,
+    STAGE_SECTIONS,
+    Config,
+    Shape,
+    derived_paths,
+    without_secret,
+)
 from oneaxis.errors import UserError
 
 PARAMS = "params.yaml"
@@ -221,7 +229,9 @@ def _explain_hydra(error: Exception, overrides: Sequence[str], conf_dir: Path) -
     unknown = re.search(r"Could not override '([\w.\[\]-]+)'", text)
     if unknown:
         given = next((o for o in overrides if o.lstrip("+~").startswith(unknown.group(1))), unknown.group(1))
-        if unknown.group(1).startswith(tuple(f"{key}." for key in FREE_MAPPINGS)):
+        of_a_shape = re.fullmatch(r"load\.shapes\.\d+\.(\w+)", unknown.group(1))
+        optional = of_a_shape is not None and of_a_shape.group(1) in Shape.model_fields
+        if optional or unknown.group(1).startswith(tuple(f"{key}." for key in FREE_MAPPINGS)):
             return f"{given}: no such key yet; allowed: +{given.lstrip('+')}, which adds it"
         parent, _, _ = unknown.group(1).rpartition(".")
         hint = f"a key of `{parent}` as `oneaxis run --cfg job` shows it" if parent else ", ".join(Config.model_fields)
