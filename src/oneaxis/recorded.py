@@ -5,7 +5,7 @@ the file, and nothing later has to ask again. `artifacts` writes; the stages dep
 """
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, NoneType
@@ -89,7 +89,7 @@ def read_rows(path: Path, members: Kinds) -> list[dict[str, Any]]:
         if not isinstance(row, dict):
             raise UserError(f"{path}: {shown(row)} is no entry of it; allowed: an object with {', '.join(members)}")
         for name, kind in members.items():
-            if not isinstance(row.get(name), kind):
+            if not isinstance(row.get(name), kind) or (kind is int and isinstance(row[name], bool)):
                 raise UserError(f"{path}: {name} is {shown(row.get(name))} in an entry; allowed: {_names(kind)}")
     return held
 
@@ -141,6 +141,6 @@ def read_metrics(path: Path) -> dict[str, float]:
     """
     held = read_object(path)
     for name, value in held.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise UserError(f"{path}: {name} is {shown(value)}; allowed: a finite number")
     return held

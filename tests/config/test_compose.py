@@ -62,6 +62,7 @@ def test_every_choice_composes(root: Path, group: str, choice: str) -> None:
         (["+train.probes.texts.'a b'=x"], ["+train.probes.texts.'a b'=x", "not an override"]),
         (["train=none", "train.beta=1"], ["train.beta=1", "no such key", "train=dpo", "would have it"]),
         (["load.search.probes=3"], ["load.search.probes=3: no such key", "; load=capacity would have it"]),
+        (["load.shapes.prefill_heavy.shared_prefix=5"], ["prefill_heavy", "is no place of a list; allowed: 0, 1"]),
         (["load.shapes.0.service_class=fast"], ["no such key yet; allowed: +load.shapes.0.service_class=fast"]),
         (["+load.shapes.0.service_class=fast"], ["service_class", "fast", "allowed"]),
         (["train.warmup_steps=1000"], ["train: warmup_steps is 1000", "allowed: at most steps"]),

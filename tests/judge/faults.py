@@ -116,6 +116,7 @@ def measured(path: Path, count: int | None = None, **figures: float) -> None:
     write_run(other, timings=told, **({} if count is None else {"calls": count}))
     os.replace(other / "artifacts/sweep/requests.parquet", path / "artifacts/sweep/requests.parquet")
     shutil.rmtree(other)
+    rewrite_manifest(path / "artifacts/sweep")
     every([path], "sweep.metrics.json", lambda m: m.update(told | ({f"{CELL}/n": float(count)} if count else {})))
 
 
@@ -125,6 +126,15 @@ def requests(base: list[Path], cand: list[Path], change: Callable[[pl.DataFrame]
     table = change(pl.read_parquet(path))
     path.unlink()
     table.write_parquet(path)
+    rewrite_manifest(path.parent)
+
+
+def copied(base: list[Path], cand: list[Path]) -> None:
+    """The table of one run stands for another, whose metrics are made to follow from it."""
+    table, metrics_file = "artifacts/sweep/requests.parquet", "artifacts/sweep.metrics.json"
+    for file in (table, metrics_file):
+        (cand[2] / file).unlink()
+        shutil.copy(cand[1] / file, cand[2] / file)
 
 
 def few(base: list[Path], cand: list[Path]) -> None:
@@ -161,7 +171,7 @@ def stalled(base: list[Path], cand: list[Path]) -> None:
         table = pl.read_parquet(path / "artifacts" / "sweep" / "requests.parquet")
         long = pl.int_range(pl.len()) % 4 == 3
         late = table.with_columns(
-            first_token_s=pl.when(long).then(pl.col("intended_s") + 10.9).otherwise("first_token_s"),
+            first_token_s=pl.when(long).then(pl.col("first_token_s") + 10.5).otherwise("first_token_s"),
             done_s=pl.when(long).then(pl.col("intended_s") + 11.0).otherwise("done_s"),
             token_times=pl.when(long)
             .then(pl.col("token_times").list.eval(pl.element() + 10.5))
@@ -171,6 +181,7 @@ def stalled(base: list[Path], cand: list[Path]) -> None:
         edit(path / "artifacts" / "sweep.metrics.json", lambda m: m.update({f"{CELL}/e2e_p90_ms": 11000.0}))
         (path / "artifacts" / "sweep" / "requests.parquet").unlink()
         late.write_parquet(path / "artifacts" / "sweep" / "requests.parquet")
+        rewrite_manifest(path / "artifacts" / "sweep")
 
 
 FAULTS: dict[str, Fault] = {
@@ -256,6 +267,17 @@ FAULTS: dict[str, Fault] = {
     "another GPU": Fault(
         14, "one run was on another GPU", provenance(lambda p: p["hardware"].update(gpus=["H100"])),
         "invalid", "gpus"),
+    "another seed in one run": Fault(
+        4, "one repetition had another seed", lambda base, cand: another_seed(base, cand[2:3]),
+        "invalid", "c2 is no repetition of c0: seed 0 -> 1"),
+    "a table changed since": Fault(
+        None, "", copied, "invalid", "c2: artifacts/sweep/requests.parquet was changed since its manifest.json"),
+    "sent before its time": Fault(
+        None, "", partial(requests, change=lambda table: table.with_columns(pl.col("intended_s") + 5)),
+        "invalid", "requests.parquet of c0: sent_s lies before intended_s in 40 of 40 answers"),
+    "no end": Fault(
+        None, "", partial(requests, change=lambda table: table.with_columns(ended_s=pl.lit(1e300))),
+        "invalid", "requests.parquet of c0: ended_s is over 1e+09 s in 40 of 40 answers"),
     "half the figure": Fault(
         None, "", lambda base, cand: every(cand, "sweep.metrics.json", lambda m: m.update({TTFT: m[TTFT] / 2})),
         "invalid", "c0: sweep/chat/r1/ttft_p50_ms is recorded as 45.25, and its own table gives 90.5"),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from oneaxis.artifacts import write_json, write_manifest
+from oneaxis.artifacts import sha256_file, write_json, write_manifest
 from oneaxis.config.schema import STAGE_SECTIONS, Gate
 from oneaxis.judge.ledger import NAMES
 from oneaxis.load.client import REQUEST_SCHEMA
@@ -258,6 +258,13 @@ def edit(path: Path, change: Callable[[Any], Any]) -> None:
     change(held)
     path.unlink()
     path.write_text(json.dumps(held))
+    # As if the run itself had written it so.
+    manifest = path.parent / "manifest.json"
+    if manifest.is_file() and path != manifest:
+        recorded = json.loads(manifest.read_text())
+        recorded["files"][path.name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        manifest.unlink()
+        manifest.write_text(json.dumps(recorded))
 
 
 def as_plain(axis: Axis) -> dict[str, Any]:

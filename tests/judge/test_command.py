@@ -151,6 +151,13 @@ SWAPPED = "calibrate/heldout_nll.parquet"
         ("sweep.provenance.json", b'{"observed": {"cells": ["r1"]}}', 'observed.cells.0 is "r1"; allowed: an object'),
         ("sweep.provenance.json", b'{"observed": {"cells": [{}]}}', "cells.0.shape is missing; allowed: a text"),
         ("sweep.metrics.json", b"[]", "holds []; allowed: an object"),
+        ("sweep.metrics.json", b"[" * 100_000, "sweep.metrics.json: not JSON"),
+        ("sweep.metrics.json", b'{"sweep/chat/r1/ttft_p50_ms": 1' + b"0" * 400 + b"}", "allowed: a finite number"),
+        (
+            "sweep/guards.json",
+            b'[{"guard": true, "name": "x", "valid": true, "reason": "", "evidence": {}}]',
+            "guard is true in an entry; allowed: a number",
+        ),
         ("sweep.metrics.json", b'{"sweep/chat/r1/ttft_p50_ms": NaN}', "ttft_p50_ms is NaN; allowed: a finite number"),
         ("score.metrics.json", b'{"score/quiz/acc_bytes": "x"}', 'acc_bytes is "x"; allowed: a finite number'),
         ("sweep/guards.json", b"[5]", "5 is no entry of it; allowed: an object with guard"),

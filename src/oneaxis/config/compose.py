@@ -143,6 +143,15 @@ def _composed(
         if choices.get("pairs") == "on_policy" and choices.get("sample") == "none":
             raise UserError("pairs=on_policy, sample=none: there would be no pairs of the model's own; allowed: "
                             "sample=on_policy (which pairs=on_policy chooses), or pairs=all")  # fmt: skip
+    except TypeError as error:
+        # OmegaConf's own, for a name where a list has places.
+        named = re.match(r"Index '(.*)' \(str\) is not an int", str(error))
+        if not named:
+            raise
+        given = next((each for each in overrides if f".{named.group(1)}" in each), named.group(1))
+        raise UserError(
+            f"{without_secret(given)}: {named.group(1)} is no place of a list; allowed: 0, 1, ..."
+        ) from error
     except (HydraException, OmegaConfBaseException) as error:
         unmerged = _no_mapping(conf_dir, overrides) if "raised while composing config" in str(error) else ""
         raise UserError(without_secret(unmerged or _explain_hydra(error, overrides, conf_dir))) from error

@@ -212,7 +212,8 @@ def prepare(
 def _conditions(arms: conditions.Arms, stage: str, timed: bool, axes: Sequence[Axis]) -> list[Finding]:
     """The guards of the conditions under which both arms were measured."""
     first, second = arms[0][0], arms[1][0]
-    findings = [conditions.same_inputs(first, second, axes, stage), conditions.same_conditions(arms, stage, timed)]
+    findings = [conditions.same_inputs(first, second, axes, stage), conditions.same_conditions(arms, stage, timed),
+                conditions.arms_uniform(arms)]  # fmt: skip
     if not timed:
         # What a computation's last bits are depends on the engine that computes it.
         return findings + (conditions.realised_alike(first, second, axes, stage) if stage == "diverge" else [])
@@ -225,6 +226,12 @@ def _conditions(arms: conditions.Arms, stage: str, timed: bool, axes: Sequence[A
         ))  # fmt: skip
     findings += [Finding(11, {"pairs": len(runs)}, missing), conditions.one_session(arms, stage)]
     findings += [conditions.stray_tenants(arms, stage), *conditions.realised_alike(first, second, axes, stage)]
+    said = {problem.reason for finding in findings for problem in finding.problems}
+    for one, other in runs[1:]:
+        for finding in conditions.realised_alike(one, other, axes, stage):
+            more = [problem for problem in finding.problems if problem.reason not in said]
+            said |= {problem.reason for problem in more}
+            findings += [Finding(finding.number, finding.evidence, more)] if more else []
     if stage == "sweep":
         found = (conditions.same_arrivals(runs, axes), conditions.hit_rates_agree(arms, axes))
         findings += [finding for finding in found if finding]

@@ -15,6 +15,7 @@ from typing import Any
 
 import polars as pl
 
+from oneaxis.artifacts import MANIFEST, sha256_file
 from oneaxis.config.axes import ABSENT
 from oneaxis.config.schema import STAGE_SECTIONS
 from oneaxis.draft.engine import ARGUMENT
@@ -41,6 +42,23 @@ def invalid(reason: str, recommendation: str) -> Problem:
     return Problem("invalid", reason, recommendation)
 
 
+HASHED_BYTES = 64 << 20
+"""Files that are larger are left to `oneaxis verify`: no verdict reads them."""
+
+
+def _changed(record: Record, stage: str) -> Iterator[Problem]:
+    """Files that a verdict on this stage may read, and that are not what their stage wrote."""
+    for name in dict.fromkeys((stage, *(("serve",) if stage == "sweep" else ()))):
+        if name == "sweep" and name not in record.results.manifests:
+            yield invalid(f"{record.name}: artifacts/sweep/{MANIFEST} is missing: nothing shows what was written",
+                          "restore it (`dvc checkout`), or measure again")  # fmt: skip
+        for file, facts in record.results.manifests.get(name, {}).get("files", {}).items():
+            path = record.results.folder / name / file
+            if path.is_file() and path.stat().st_size <= HASHED_BYTES and sha256_file(path) != facts["sha256"]:
+                yield invalid(f"{record.name}: artifacts/{name}/{file} was changed since its {MANIFEST} was written",
+                              "restore it (`dvc checkout`), or measure again")  # fmt: skip
+
+
 # --- each arm by itself ---------------------------------------------------------------------------------------------
 
 
@@ -58,6 +76,7 @@ def arms_valid(arms: Arms, stage: str) -> Iterator[Problem | Finding]:
                 f"{record.name} {said}", "finish it: `oneaxis run -m --resume ID` (ID: the folder's name in multirun/)"
             )
             continue
+        yield from _changed(record, stage)
         stale = [name for name in record.stale if name in relied_on]
         if stale:
             said = f"{record.name}: {', '.join(stale)} ran with other settings than its params.yaml"
@@ -197,6 +216,21 @@ def reaches(axes: Sequence[Axis], stages: Sequence[str]) -> bool:
 
 LAST_BITS = ("filter_pairs", "calibrate", "quantize")
 """Stages whose files may differ in their last bits between machines. Another text, model or policy is another input."""
+
+
+def arms_uniform(arms: Arms) -> Finding:
+    """Guard 4: the runs of an arm are repetitions of one run, with settings that differ in nothing."""
+    problems = []
+    for arm in arms:
+        for record in arm[1:]:
+            moved = differences(arm[0].settings, record.settings)
+            if moved:
+                key, (before, after) = next(iter(moved.items()))
+                said = f"guard 4, one axis: {record.name} is no repetition of {arm[0].name}: {key} {say(before)} -> "
+                more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+                problems.append(invalid(f"{said}{say(after)}{more}", "measure an arm with one set of settings"))
+                break
+    return Finding(4, {"runs_of_an_arm_alike": not problems}, problems)
 
 
 def same_inputs(baseline: Record, candidate: Record, axes: Sequence[Axis], stage: str) -> Finding:

@@ -9,10 +9,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
 import polars as pl
 
+from oneaxis.artifacts import MANIFEST
+from oneaxis.config.compose import PARAMS
 from oneaxis.config.schema import DEFAULT_CLASS, ServiceClass, service_classes
 from oneaxis.errors import UserError
 from oneaxis.judge.records import Record
@@ -29,6 +32,9 @@ ARRIVALS, REQUESTS, CELLS = "arrivals.parquet", "requests.parquet", "cells.parqu
 ROUNDING = 1e-6
 """Relative: metrics are written with all their digits, and another CPU may sum in another order."""
 
+SAME_MOMENT_S = 1e-6
+LATEST_S = 1e9
+"""Seconds, of a cell: thirty years."""
 NEEDED = ("shape", "level", "rate_rps", "intended_s", "sent_s", "first_token_s", "done_s", "ended_s",
           "asked_prompt_tokens", "asked_output_tokens", "output_tokens", "token_times", "status")  # fmt: skip
 """Columns that figures are computed from; older tables lack some of the others."""
@@ -58,7 +64,7 @@ def read_requests(record: Record) -> pl.DataFrame | None:
 def _alike(found: pl.DataType, wanted: pl.DataType) -> bool:
     if isinstance(wanted, pl.List):
         return isinstance(found, pl.List) and (found.inner == pl.Null or found.inner.is_numeric())
-    return found.is_numeric() if wanted.is_numeric() else found == wanted
+    return (found.is_float() or found.is_integer()) if wanted.is_numeric() else found == wanted
 
 
 def read_load(record: Record) -> tuple[Mapping[str, Any], Mapping[str, ServiceClass]]:
@@ -70,12 +76,14 @@ def read_load(record: Record) -> tuple[Mapping[str, Any], Mapping[str, ServiceCl
     load = record.settings.get("load")
     try:
         classes = service_classes(load)  # type: ignore[arg-type]
-        if float(load["duration_s"]) > 0:  # type: ignore[index]
+        if 0 < float(load["duration_s"]) < math.inf:  # type: ignore[index]
             return load, classes  # type: ignore[return-value]
     except (KeyError, TypeError, ValueError, AttributeError):
         pass
-    raise UserError(f"{record.results.folder / 'sweep' / 'manifest.json'}: its section load has no service_class and "
-                    "duration_s that can be read; `dvc repro -f -s sweep` measures again")  # fmt: skip
+    params = record.results.folder.parent / PARAMS
+    path = params if record.is_job and params.is_file() else record.results.folder / "sweep" / MANIFEST
+    raise UserError(f"{path}: its section load has no service_class and duration_s that can be read; `dvc repro -f -s "
+                    "sweep` measures again")  # fmt: skip
 
 
 def reused(record: Record, requests: pl.DataFrame, load: Mapping[str, Any]) -> dict[str, int]:
@@ -84,17 +92,19 @@ def reused(record: Record, requests: pl.DataFrame, load: Mapping[str, Any]) -> d
     Raises:
         UserError: when the arrivals are no such table.
     """
-    shapes = load.get("shapes") or []
-    if not any(isinstance(shape, Mapping) and shape.get("shared_prefix") for shape in shapes):
+    shapes = load.get("shapes")
+    if not isinstance(shapes, list) or not any(
+        isinstance(shape, Mapping) and shape.get("shared_prefix") for shape in shapes
+    ):
         return {}
     realised = record.results.document("serve", "realised.json")
     block = cache_block_tokens(realised) if realised else None
     arrivals = record.results.table("sweep", ARRIVALS)
-    if not isinstance(block, int) or block < 1 or arrivals is None or "request_id" not in requests.columns:
+    if not isinstance(block, int) or block < 1 or arrivals is None or requests.schema.get("request_id") != pl.String:
         return {}
     for name in ("request_id", "prefix_group", "prefix_tokens"):
         found = arrivals.schema.get(name)
-        if found is None or not (found == pl.Null or _alike(found, PLAN_SCHEMA[name])):
+        if found is None or not _alike(found, PLAN_SCHEMA[name]):
             raise UserError(f"{record.results.folder / 'sweep' / ARRIVALS}: {'no column' if found is None else found} "
                             f"{name}; allowed: the arrivals that a sweep writes")  # fmt: skip
     return reused_tokens(arrivals, requests, block)
@@ -147,6 +157,14 @@ def _broken(requests: pl.DataFrame, classes: Mapping[str, ServiceClass]) -> str:
     odd = next((level for level in requests["level"].unique() if not re.fullmatch(LABEL, level)), None)
     if odd is not None:
         return f"level {odd} is no level of a sweep"
+    order = ("intended_s", "sent_s", "first_token_s", "done_s", "ended_s")
+    for before, after in pairwise(order):
+        early = answered.filter(pl.col(after) < pl.col(before) - SAME_MOMENT_S).height
+        if early:
+            return f"{after} lies before {before} in {early} of {answered.height} answers"
+    late = answered.filter(pl.col("ended_s") > LATEST_S).height
+    if late:
+        return f"ended_s is over {LATEST_S:.0e} s in {late} of {answered.height} answers"
     first = answered.filter(pl.col("token_times").list.first().ne_missing(pl.col("first_token_s"))).height
     if first:
         return f"token_times of {first} of {answered.height} answers do not begin with first_token_s"
@@ -233,7 +251,7 @@ def _step(record: Record, shape: str, name: str, rows: Sequence[Mapping[str, Any
 
 def _counted(record: Record, shape: str, level: str, name: str) -> float | None:
     table = record.results.table("sweep", CELLS)
-    if table is None or not {"shape", "level"} <= set(table.columns):
+    if table is None or any(table.schema.get(name) != pl.String for name in ("shape", "level")):
         return None
     rows = table.filter((pl.col("shape") == shape) & (pl.col("level") == level)).to_dicts()
     counted = {key.removeprefix("server_"): value for key, value in (rows[0] if rows else {}).items()

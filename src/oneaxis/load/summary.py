@@ -189,7 +189,7 @@ def judge(
 
 def cache_block_tokens(realised: Mapping[str, Any]) -> int | None:
     """Tokens of a block of the engine's prefix cache (`realised_config`); None without one or where it is untold."""
-    resolved = realised["resolved"]
+    resolved = realised.get("resolved") or {}
     return resolved.get("block_size") if resolved.get("prefix_caching") else None
 
 
