@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from oneaxis import __version__
@@ -157,6 +157,22 @@ def _unpack(root: Path, pack: bytes) -> None:
         raise RunError(f"git unpack-objects: {done.stderr.decode(errors='replace').strip()[:300]}")
 
 
+def extract_within(archive: tarfile.TarFile, target: Path) -> None:
+    """Into a folder and nowhere else: by the `data` filter, which Python 3.11.3 and older do not have.
+
+    Raises:
+        RunError: for a member that leads out of the folder, or is neither file nor folder.
+    """
+    if hasattr(tarfile, "data_filter"):
+        archive.extractall(target, filter="data")
+        return
+    for member in archive.getmembers():
+        path = PurePosixPath(member.name)
+        if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+            raise RunError(f"the record of a node holds {member.name}; allowed: files and folders within it")
+    archive.extractall(target)
+
+
 def bring_home(project: Path, returned: Returned) -> Status:
     """Put a job's record, words and commit where a job that ran here would have left them."""
     folder = project / MULTIRUN / returned.multirun
@@ -173,7 +189,7 @@ def bring_home(project: Path, returned: Returned) -> Status:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     with tarfile.open(fileobj=io.BytesIO(returned.record)) as archive:
-        archive.extractall(temporary, filter="data")
+        extract_within(archive, temporary)
     write_status(temporary, returned.status)
     shutil.rmtree(target, ignore_errors=True)
     temporary.replace(target)

@@ -23,7 +23,8 @@ def socket_parent(below: int) -> Path:
     chosen = Path(tempfile.gettempdir())
     if len(os.fsencode(chosen)) + below <= LONGEST:
         return chosen
-    short = Path("/tmp")  # noqa: S108: what is made in it has a name of its own and nobody else's rights
+    # What is made in it has a name of its own, and nobody else has rights to it.
+    short = Path("/tmp")
     if os.access(short, os.W_OK | os.X_OK):
         return short
     raise UserError(f"TMPDIR={chosen}: too long for the sockets of an engine, and /tmp cannot be written; allowed: a "
