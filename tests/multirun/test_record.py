@@ -17,7 +17,11 @@ def test_a_broken_status_is_named(tmp_path: Path, content: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"points": [], "jobs": []}', '{"points": [1], "jobs": []}', "{"])
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{}", '{"points": [], "jobs": []}', '{"points": [1], "jobs": []}', "{", '{"gate": 5}', '{"created_at": 5}',
+     '{"experiment": {"claims": 5}}', '{"jobs": {}}'],
+)  # fmt: skip
 def test_a_broken_plan_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / PLAN).write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=r"plan\.json") as caught:

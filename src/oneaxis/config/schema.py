@@ -1269,7 +1269,7 @@ class Claim(Section):
     `rmax` and `rmin` in place of a level stand for the highest and lowest of the load, so that a claim holds under
     another profile: `sweep/decode_heavy/rmax/tpot_p50_ms`. A plan has the name of the run."""
     better: Literal["lower", "higher"]
-    expected: float | None = None
+    expected: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Effect expected, candidate - baseline, in the metric's unit; null: none, the comparison explores."""
     bar: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """The smallest effect that counts, in the metric's unit and the better direction; 0: any."""

@@ -12,10 +12,12 @@ folder without it is one that did not end.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from oneaxis.artifacts import read_json, write_json
 from oneaxis.errors import UserError
+from oneaxis.recorded import Kinds, read_object
 
 MULTIRUN = "multirun"
 PLAN = "plan.json"
@@ -144,13 +146,19 @@ def write_plan(folder: Path, plan: Plan) -> None:
     write_json(folder / PLAN, asdict(plan))
 
 
+PLAN_KINDS: Kinds = {
+    "id": str, "created_at": str, "overrides": [str], "launcher": [str], "experiment": {"claims": [dict]}, "gate": dict,
+    "axis": (str, NoneType), "session": str, "snapshot": str, "points": [dict], "jobs": [dict],
+}  # fmt: skip
+
+
 def read_plan(folder: Path) -> Plan:
     """Read `plan.json`.
 
     Raises:
         UserError: when it is missing or not a plan.
     """
-    held = read_json(folder / PLAN)
+    held = read_object(folder / PLAN, PLAN_KINDS)
     try:
         return _plan(held)
     except (TypeError, KeyError, AttributeError) as error:
@@ -161,6 +169,8 @@ def read_plan(folder: Path) -> Plan:
 def _plan(held: dict[str, Any]) -> Plan:
     points = [Point(**{**point, "axes": [Axis(**axis) for axis in point["axes"]]}) for point in held.pop("points")]
     jobs = [Job(**job) for job in held.pop("jobs")]
+    if not jobs or [point.role for point in points].count("baseline") != 1:
+        raise TypeError("a plan has jobs, and one baseline")
     return Plan(**held, points=points, jobs=jobs)
 
 
