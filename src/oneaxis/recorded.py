@@ -68,9 +68,14 @@ def _check(path: Path, value: Any, kind: Kind, where: str) -> None:
                 for place, each in enumerate(value):
                     _check(path, each, one[0], f"{where}.{place}")
                 return None
-        elif isinstance(value, int | float if one is NUMBER else one) and (one is bool or not isinstance(value, bool)):
+        elif _is(value, one):
             return None
     raise UserError(f"{path}: {where} is {shown(value)}; allowed: {_names(kind)}")
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Whether a value is of a plain type; true and false are no numbers."""
+    return isinstance(value, int | float if kind is NUMBER else kind) and (kind is bool or not isinstance(value, bool))
 
 
 def read_rows(path: Path, members: Kinds) -> list[dict[str, Any]]:
@@ -89,7 +94,7 @@ def read_rows(path: Path, members: Kinds) -> list[dict[str, Any]]:
         if not isinstance(row, dict):
             raise UserError(f"{path}: {shown(row)} is no entry of it; allowed: an object with {', '.join(members)}")
         for name, kind in members.items():
-            if not isinstance(row.get(name), kind) or (kind is int and isinstance(row[name], bool)):
+            if not _is(row.get(name), kind):
                 raise UserError(f"{path}: {name} is {shown(row.get(name))} in an entry; allowed: {_names(kind)}")
     return held
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import polars as pl
 
-from oneaxis.artifacts import MANIFEST, sha256_file
+from oneaxis.artifacts import MANIFEST
 from oneaxis.config.axes import ABSENT
 from oneaxis.config.schema import STAGE_SECTIONS
 from oneaxis.draft.engine import ARGUMENT
@@ -42,24 +42,17 @@ def invalid(reason: str, recommendation: str) -> Problem:
     return Problem("invalid", reason, recommendation)
 
 
-HASHED_BYTES = 64 << 20
-"""Files that are larger are left to `oneaxis verify`: no verdict reads them."""
+# --- each arm by itself ---------------------------------------------------------------------------------------------
 
 
 def _changed(record: Record, stage: str) -> Iterator[Problem]:
     """Files that a verdict on this stage may read, and that are not what their stage wrote."""
-    for name in dict.fromkeys((stage, *(("serve",) if stage == "sweep" else ()))):
-        if name == "sweep" and name not in record.results.manifests:
-            yield invalid(f"{record.name}: artifacts/sweep/{MANIFEST} is missing: nothing shows what was written",
-                          "restore it (`dvc checkout`), or measure again")  # fmt: skip
-        for file, facts in record.results.manifests.get(name, {}).get("files", {}).items():
-            path = record.results.folder / name / file
-            if path.is_file() and path.stat().st_size <= HASHED_BYTES and sha256_file(path) != facts["sha256"]:
-                yield invalid(f"{record.name}: artifacts/{name}/{file} was changed since its {MANIFEST} was written",
-                              "restore it (`dvc checkout`), or measure again")  # fmt: skip
-
-
-# --- each arm by itself ---------------------------------------------------------------------------------------------
+    to_do = "restore it (`dvc checkout`), or measure again"
+    if stage == "sweep" and stage not in record.results.manifests:
+        yield invalid(f"{record.name}: artifacts/sweep/{MANIFEST} is missing: nothing shows what was written", to_do)
+    for name in (stage, "serve") if stage == "sweep" else (stage,):
+        for file in record.results.changed(name):
+            yield invalid(f"{record.name}: artifacts/{name}/{file} was changed since its {MANIFEST} was written", to_do)
 
 
 def arms_valid(arms: Arms, stage: str) -> Iterator[Problem | Finding]:

@@ -11,11 +11,13 @@ from typing import Any
 
 import polars as pl
 
-from oneaxis.artifacts import MANIFEST
+from oneaxis.artifacts import MANIFEST, sha256_file
 from oneaxis.config import STAGE_SECTIONS
 from oneaxis.errors import UserError
 from oneaxis.recorded import NUMBER, Kinds, Whole, check_sections, read_manifest, read_metrics, read_object, read_rows
 
+HASHED_BYTES = 64 << 20
+"""Files that are larger are left to `oneaxis verify`: no verdict reads them."""
 STAGES = tuple(stage for stage in STAGE_SECTIONS if stage != "report")
 
 CELL = Whole(shape=str, level=str, warmup_requests=int, warmup_ok=int, prefix_cache_reset=bool)
@@ -50,6 +52,8 @@ class Results:
     provenance: Mapping[str, Mapping[str, Any]]
     _tables: dict[Path, pl.DataFrame] = field(default_factory=dict, repr=False, compare=False)
     """Those that were read: a verdict asks for the requests of a run once a claim and guard."""
+    _changed: dict[str, list[str]] = field(default_factory=dict, repr=False, compare=False)
+    """By stage, what `changed` found: a verdict asks once a claim."""
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A section of the settings, as the stage that read it recorded it; empty when none did."""
@@ -87,6 +91,20 @@ class Results:
         if not table.height:
             return None
         return self._tables.setdefault(path, table)
+
+    def changed(self, stage: str) -> list[str]:
+        """Files of a stage that are not what its manifest recorded, of those up to `HASHED_BYTES`."""
+        if stage not in self._changed:
+            recorded = self.manifests.get(stage, {}).get("files", {})
+            paths = {name: self.folder / stage / name for name in recorded}
+            self._changed[stage] = [
+                name
+                for name, path in paths.items()
+                if path.is_file()
+                and path.stat().st_size <= HASHED_BYTES
+                and sha256_file(path) != recorded[name]["sha256"]
+            ]
+        return self._changed[stage]
 
     def document(self, stage: str, name: str) -> Any | None:
         """A JSON file of a stage; None when it is absent.
